@@ -1,0 +1,25 @@
+"""autotune: search chains of optimization passes for an ONNX model, measure each result, deliver the Pareto-best as a bundle."""
+
+from __future__ import annotations
+
+from importlib import metadata as _metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autotune.sweep.run import SweepResult, run
+
+__all__ = ["SweepResult", "__version__", "run"]
+
+try:
+    __version__ = _metadata.version("passtune")
+except _metadata.PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> Any:
+    """Import the front door only when it is used: `import autotune` stays free of Ray, torch and onnxruntime."""
+    if name in ("run", "SweepResult"):
+        from autotune.sweep import run as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module 'autotune' has no attribute {name!r}")

@@ -1,0 +1,98 @@
+"""Digests and canonical JSON: what makes two things equal, whatever wrote them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def plain(value: object) -> Any:
+    """Turn tuples into lists, paths into strings and numpy scalars into numbers, so that JSON can hold the value."""
+    if isinstance(value, bool | str | int) or value is None:
+        return value
+    if isinstance(value, float):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, Sequence | set | frozenset):
+        return [plain(v) for v in value]
+    item = getattr(value, "item", None)
+    if callable(item):
+        return item()
+    to_json = getattr(value, "to_json", None)
+    if callable(to_json):
+        return plain(to_json())
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def canonical(value: object) -> str:
+    """Write a value as JSON with sorted keys and no spaces: equal values, equal text. Refuses NaN and infinities."""
+    return json.dumps(plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def dump_json(value: object, *, indent: int | None = 2) -> str:
+    """Write JSON for people and machines: numbers that JSON can't hold (NaN, infinities) become null."""
+    return json.dumps(_finite(plain(value)), indent=indent, ensure_ascii=False, allow_nan=False) + ("\n" if indent else "")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return value
+
+
+def digest_of(value: object) -> str:
+    """SHA-256 of the canonical JSON, 64 hex digits."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    """SHA-256 of the bytes of one file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_tree(folder: Path) -> str:
+    """SHA-256 over relative name and bytes of every file in a folder (or of the one file given)."""
+    if folder.is_file():
+        return digest_file(folder)
+    return digest_of({name: digest_file(folder / name) for name in files_under(folder)})
+
+
+def files_under(folder: Path) -> list[str]:
+    """Relative POSIX names of the regular files under a folder, sorted; links are not followed and not listed."""
+    found = []
+    for root, folders, names in os.walk(folder, followlinks=False):
+        folders.sort()
+        for name in names:
+            path = Path(root, name)
+            if path.is_file() and not path.is_symlink():
+                found.append(path.relative_to(folder).as_posix())
+    return sorted(found)
+
+
+def write_durably(path: Path, text: str | bytes) -> None:
+    """Replace a file at once and for good: temporary file, fsync, rename, fsync of the folder. A reader never sees half of it."""
+    data = text.encode() if isinstance(text, str) else text
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,161 @@
+"""What a sweep writes down: measured values with their intervals, statuses, and one record a trial. Plain data, JSON both ways."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and its 95 % limits, `low <= value <= high`."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def exactly(cls, value: float) -> Interval:
+        return cls(value, value, value)
+
+    def to_json(self) -> dict[str, float]:
+        return {"value": self.value, "low": self.low, "high": self.high}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Interval:
+        return cls(float(data["value"]), float(data["low"]), float(data["high"]))
+
+
+@dataclass(frozen=True)
+class MetricValue:
+    """One metric of one model: the value itself, and the paired comparison with the baseline where there is one.
+
+    `ratio` (value / baseline) and `delta` (value - baseline) come from paired samples: judge limits relative to the baseline
+    on them, never on two separate intervals. `samples` counts runs (latency) or examples (accuracy).
+    """
+
+    value: float
+    low: float
+    high: float
+    unit: str = ""  # ms, share, bytes, or none
+    ratio: Interval | None = None
+    delta: Interval | None = None
+    samples: int = 0
+    method: str = ""
+
+    @property
+    def interval(self) -> Interval:
+        return Interval(self.value, self.low, self.high)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MetricValue:
+        paired = {k: Interval.from_json(data[k]) if data.get(k) else None for k in ("ratio", "delta")}
+        return cls(
+            value=float(data["value"]), low=float(data["low"]), high=float(data["high"]), unit=data.get("unit", ""),
+            samples=int(data.get("samples", 0)), method=data.get("method", ""), **paired,
+        )  # fmt: skip
+
+
+class Status(enum.StrEnum):
+    """How a trial ended. The list is closed."""
+
+    OK = "ok"
+    INVALID = "invalid"
+    FAILED = "failed"
+    PRUNED = "pruned"
+    INFEASIBLE = "infeasible"
+    UNDECIDED = "undecided"
+    CANCELLED = "cancelled"
+
+
+class Cause(enum.StrEnum):
+    """Why a trial is invalid or failed. The list is closed."""
+
+    NOT_FINITE = "not_finite"
+    BAD_OUTPUT = "bad_output"
+    EP_FALLBACK = "ep_fallback"
+    NOT_APPLIED = "not_applied"
+    EXCEPTION = "exception"
+    SIGNAL = "signal"
+    EXIT = "exit"
+    TIMEOUT = "timeout"
+    OOM = "oom"
+    INFRA = "infra"
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """One stage of a trial: its name (`ingest`, a slot's name, `check`, `accuracy`, `latency`), what it cost, whether the store had it."""
+
+    name: str
+    seconds: float
+    cached: bool = False
+    pass_name: str = ""
+    digest: str = ""  # of the artifact it left
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StageRecord:
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """Everything known of one trial. `point` holds active parameters only; `metrics` is empty unless it was measured."""
+
+    number: int
+    point: Mapping[str, Any]
+    status: Status
+    origin: str = "sampler"  # default, untouched, sampler, enumeration
+    cause: Cause | None = None
+    stage: str = ""  # where it ended, when it did not end well
+    message: str = ""
+    metrics: Mapping[str, MetricValue] = field(default_factory=dict)
+    constraints: tuple[Mapping[str, Any], ...] = ()  # {expr, verdict, amount, needed}
+    stages: tuple[StageRecord, ...] = ()
+    model_digest: str = ""
+    session: Mapping[str, Any] = field(default_factory=dict)
+    unchanged: str = ""  # why the chain changed nothing, when it didn't
+    shares_with: int | None = None  # the trial whose measurement this one has, equal bytes and settings
+    seconds: float = 0.0
+    attempts: int = 1
+
+    @property
+    def id(self) -> str:
+        return f"t-{self.number:04d}"
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.metrics) and self.status in (Status.OK, Status.INFEASIBLE, Status.UNDECIDED)
+
+    @property
+    def reason(self) -> str:
+        """Status and cause as one word pair, such as `failed: signal`."""
+        return f"{self.status}: {self.cause}" if self.cause else str(self.status)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id, "number": self.number, "point": dict(self.point), "status": str(self.status), "origin": self.origin,
+            "cause": str(self.cause) if self.cause else None, "stage": self.stage, "message": self.message,
+            "metrics": {k: v.to_json() for k, v in self.metrics.items()}, "constraints": [dict(c) for c in self.constraints],
+            "stages": [s.to_json() for s in self.stages], "model_digest": self.model_digest, "session": dict(self.session),
+            "unchanged": self.unchanged, "shares_with": self.shares_with, "seconds": self.seconds, "attempts": self.attempts,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TrialRecord:
+        known = {k: v for k, v in data.items() if k != "id"}
+        known["status"] = Status(data["status"])
+        known["cause"] = Cause(data["cause"]) if data.get("cause") else None
+        known["metrics"] = {k: MetricValue.from_json(v) for k, v in data["metrics"].items()}
+        known["constraints"] = tuple(data["constraints"])
+        known["stages"] = tuple(StageRecord.from_json(s) for s in data["stages"])
+        return cls(**known)
