@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os as _os
 from importlib import metadata as _metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autotune.sweep.run import SweepResult, run
+
+# ONNX Runtime 1.32 starts a telemetry thread and a database in the user's cache folder when it is imported. Nothing phones home
+# from here; and a process that holds threads could not be forked safely (autotune.stages). Whoever wants it sets the variable to 0.
+_os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __all__ = ["SweepResult", "__version__", "run"]
 

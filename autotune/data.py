@@ -35,7 +35,10 @@ def load_arrays(path: Path, *, who: str = "data") -> Arrays:
         near = nearest(path.name, [p.name for p in path.parent.glob("*")]) if path.parent.is_dir() else ""
         raise ConfigError(who, "the data file must exist", str(path), near if near.startswith("Did") else "Check the path.")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        loaded = np.load(path, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise ValueError("one array without a name")
+        with loaded as file:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(
@@ -73,6 +76,10 @@ def plan_feeding(arrays: Mapping[str, NDArray[Any]], io: IoContract, *, batch_si
                 who, f"the data must hold an array for each model input ({', '.join(s.name for s in io.inputs)})",
                 f"arrays {', '.join(sorted(arrays))}", nearest(spec.name, arrays),
             )  # fmt: skip
+        if spec.dtype == "other":
+            raise ConfigError(
+                who, f"input {spec.name!r} must be a tensor of numbers or text", "another type", "Sequences, maps and optional inputs can't be fed."
+            )
         if spec.shape is None:
             continue
         rank = arrays[spec.name].ndim

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def plain(value: object) -> Any:
-    """Turn tuples into lists, paths into strings and numpy scalars into numbers, so that JSON can hold the value."""
+    """Turn tuples into lists, sets into sorted lists, paths into strings, numpy values into numbers and lists: what JSON can hold."""
     if isinstance(value, bool | str | int) or value is None:
         return value
     if isinstance(value, float):
@@ -21,11 +21,13 @@ def plain(value: object) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, Sequence | set | frozenset):
+    if isinstance(value, set | frozenset):
+        return sorted((plain(v) for v in value), key=canonical)  # the order of a set differs from process to process
+    if isinstance(value, Sequence):
         return [plain(v) for v in value]
-    item = getattr(value, "item", None)
-    if callable(item):
-        return item()
+    to_list = getattr(value, "tolist", None)
+    if callable(to_list):
+        return to_list()
     to_json = getattr(value, "to_json", None)
     if callable(to_json):
         return plain(to_json())
@@ -54,7 +56,7 @@ def _finite(value: Any) -> Any:
 
 def digest_of(value: object) -> str:
     """SHA-256 of the canonical JSON, 64 hex digits."""
-    return hashlib.sha256(canonical(value).encode()).hexdigest()
+    return hashlib.sha256(canonical(value).encode(errors="surrogatepass")).hexdigest()
 
 
 def digest_file(path: Path) -> str:
@@ -64,9 +66,11 @@ def digest_file(path: Path) -> str:
 
 
 def digest_tree(folder: Path) -> str:
-    """SHA-256 over relative name and bytes of every file in a folder (or of the one file given)."""
+    """SHA-256 over relative name and bytes of every file in a folder (or of the one file given). `FileNotFoundError` for neither."""
     if folder.is_file():
         return digest_file(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(folder)
     return digest_of({name: digest_file(folder / name) for name in files_under(folder)})
 
 

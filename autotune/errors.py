@@ -25,7 +25,7 @@ class AutotuneError(Exception):
         text = f"{self.who}: {self.must}"
         if self.got:
             text += f"; got {self.got}"
-        text += "."
+        text += "" if text.endswith((".", "?")) else "."
         if self.do:
             text += f" {self.do}" if self.do.endswith((".", "?")) else f" {self.do}."
         return text

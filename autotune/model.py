@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import shutil
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autotune.digest import digest_tree, files_under
@@ -149,10 +151,16 @@ class PyTorchModelHandler(ModelHandler):
         return module.eval()
 
     def written(self, folder: Path, *, module: torch.nn.Module, notes: Mapping[str, Any] | None = None) -> PyTorchModelHandler:
-        """Save the module's tensors into `folder` and return its handler: same loader, same inputs and outputs."""
+        """Save the module's tensors into `folder` and return its handler: same loader, same inputs and outputs, same session settings.
+
+        Equal tensors give equal bytes.
+        """
         import torch
 
-        torch.save(module.state_dict(), folder / WEIGHTS_FILE)
+        # A view would bring its whole storage along, a device or a graph has no place in a file.
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
+        exact = {n: t if t.untyped_storage().nbytes() == t.numel() * t.element_size() else t.clone() for n, t in state.items()}
+        torch.save(exact, folder / WEIGHTS_FILE)
         return replace(self, folder=folder, notes=dict(notes or {}))
 
     def to_json(self) -> dict[str, Any]:
@@ -162,39 +170,64 @@ class PyTorchModelHandler(ModelHandler):
 def load_fitting(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Load a state dict whose tensors may be smaller than the module's, as structured pruning leaves them.
 
-    Conv, Linear, BatchNorm and the like are cut to the tensors' sizes; their channel attributes follow.
+    Parameters and buffers are cut to the tensors' sizes, and the layers' own records of their sizes follow. Raises `ConfigError`
+    when the names differ, or the tensors can't be those of this module cut down.
     """
     import torch
 
     modules = dict(module.named_modules())
     for name, tensor in state.items():
         owner_name, _, leaf = name.rpartition(".")
-        owner = modules.get(owner_name)
-        current = getattr(owner, leaf, None) if owner is not None else None
+        current = getattr(modules.get(owner_name), leaf, None)
         if not isinstance(current, torch.Tensor) or current.shape == tensor.shape:
             continue
-        if isinstance(current, torch.nn.Parameter):
-            setattr(owner, leaf, torch.nn.Parameter(torch.empty_like(tensor), requires_grad=current.requires_grad))
-        else:
-            setattr(owner, leaf, torch.empty_like(tensor))
-    module.load_state_dict(dict(state))
+        if current.ndim != tensor.ndim or any(small > large for small, large in zip(tensor.shape, current.shape, strict=True)):
+            raise ConfigError(
+                "model", f"weights must fit the module that the loader builds: {name} has shape {list(current.shape)} there",
+                f"{list(tensor.shape)}", "Build the same network as the one that was saved; weights may only be smaller than it.",
+            )  # fmt: skip
+        fitting = torch.empty_like(tensor)
+        setattr(modules[owner_name], leaf, torch.nn.Parameter(fitting, current.requires_grad) if isinstance(current, torch.nn.Parameter) else fitting)
+    try:
+        module.load_state_dict(dict(state))
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(
+            "model", "weights must have the names of the loader's module", text[:400], "Build the same network as was saved."
+        ) from error
     for part in modules.values():
-        weight = getattr(part, "weight", None)
-        if not isinstance(weight, torch.Tensor):
-            continue
-        if isinstance(part, torch.nn.modules.conv._ConvNd):  # noqa: SLF001 -- the common base of all Conv classes has no public name
-            depthwise = part.groups == part.in_channels
-            first, second = weight.shape[0], weight.shape[1]
-            if part.transposed:
-                part.groups = first if depthwise else part.groups
-                part.in_channels, part.out_channels = first, second * part.groups
-            else:
-                part.groups = first if depthwise and part.groups > 1 else part.groups
-                part.out_channels, part.in_channels = first, second * part.groups
-        elif isinstance(part, torch.nn.Linear):
-            part.out_features, part.in_features = weight.shape
-        elif isinstance(part, torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 -- as above
-            part.num_features = weight.shape[0]
+        _note_sizes(part)
+
+
+def _note_sizes(part: torch.nn.Module) -> None:
+    """Make a layer's attributes say what its tensors are: some are only shown, but groups and normalized shapes are computed with."""
+    import torch
+    from torch.nn.modules.batchnorm import _NormBase
+    from torch.nn.modules.conv import _ConvNd
+
+    weight = getattr(part, "weight", None)
+    if isinstance(part, _NormBase):  # batch and instance norms; without affine weights only the statistics tell
+        tensor = weight if isinstance(weight, torch.Tensor) else part.running_mean
+        if isinstance(tensor, torch.Tensor):
+            part.num_features = tensor.shape[0]
+    if not isinstance(weight, torch.Tensor):
+        return
+    if isinstance(part, _ConvNd):
+        # Pruning takes whole groups of a depthwise layer and channels within the groups of any other.
+        if part.groups > 1 and part.groups == part.out_channels and part.groups == part.in_channels:
+            part.groups = weight.shape[0]
+        first, second = weight.shape[0], weight.shape[1]
+        part.in_channels, part.out_channels = (first, second * part.groups) if part.transposed else (second * part.groups, first)
+    elif isinstance(part, torch.nn.Linear):
+        part.out_features, part.in_features = weight.shape
+    elif isinstance(part, torch.nn.LayerNorm):
+        part.normalized_shape = tuple(weight.shape)
+    elif isinstance(part, torch.nn.GroupNorm):
+        part.num_channels = weight.shape[0]
+    elif isinstance(part, torch.nn.PReLU):
+        part.num_parameters = weight.shape[0]
+    elif isinstance(part, torch.nn.Embedding):
+        part.embedding_dim = weight.shape[1]
 
 
 def handler_from_json(data: Mapping[str, Any]) -> ModelHandler:
@@ -209,11 +242,11 @@ def handler_from_json(data: Mapping[str, Any]) -> ModelHandler:
     return ONNXModelHandler(**common, opset=opset)
 
 
-def load_object(script: Path, name: str, *, who: str) -> Any:
-    """Fetch `name` from a user's Python file. Raises `ConfigError` when the file or the name is missing."""
+def load_script(script: Path, *, who: str) -> ModuleType:
+    """Run a user's Python file once in this process and return its module. Raises `ConfigError` when there is no such file."""
     if not script.is_file():
         raise ConfigError(who, "the script must exist", str(script), "Paths are relative to the sweep file.")
-    module_name = f"_autotune_user_{script.stem}_{abs(hash(str(script.resolve())))}"
+    module_name = f"_autotune_user_{script.stem}_{hashlib.sha256(str(script.resolve()).encode()).hexdigest()[:8]}"
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, script)
@@ -224,8 +257,17 @@ def load_object(script: Path, name: str, *, who: str) -> Any:
         sys.path.insert(0, str(script.parent))  # a script may import its neighbours
         try:
             spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
         finally:
             sys.path.remove(str(script.parent))
+    return module
+
+
+def load_object(script: Path, name: str, *, who: str) -> Any:
+    """Fetch `name` from a user's Python file. Raises `ConfigError` when the file or the name is missing."""
+    module = load_script(script, who=who)
     if not hasattr(module, name):
         raise ConfigError(who, f"{script.name} must define {name!r}", "no such name", nearest(name, [n for n in vars(module) if n[0] != "_"]))
     return getattr(module, name)
@@ -299,7 +341,9 @@ def ingest_onnx(source: Path, folder: Path) -> ONNXModelHandler:
     for location in locations:
         relative = Path(location)
         if relative.is_absolute() or ".." in relative.parts:
-            raise ConfigError("model", "external data must lie inside the model's folder", f"{location!r}", "Save the model again with relative data paths.")
+            raise ConfigError(
+                "model", "external data must lie inside the model's folder", f"{location!r}", "Save the model again with relative data paths."
+            )
         home = next((h for h in homes if (h / relative).is_file()), None)
         if home is None:
             raise ConfigError("model", "every external data file must be there", f"no {location!r} beside {source.name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -25,7 +26,12 @@ class Interval:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Interval:
-        return cls(float(data["value"]), float(data["low"]), float(data["high"]))
+        return cls(*(_number(data[k]) for k in ("value", "low", "high")))
+
+
+def _number(value: float | None) -> float:
+    """Read a number back; JSON holds null for one that was not finite."""
+    return math.nan if value is None else float(value)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class MetricValue:
     def from_json(cls, data: Mapping[str, Any]) -> MetricValue:
         paired = {k: Interval.from_json(data[k]) if data.get(k) else None for k in ("ratio", "delta")}
         return cls(
-            value=float(data["value"]), low=float(data["low"]), high=float(data["high"]), unit=data.get("unit", ""),
+            value=_number(data["value"]), low=_number(data["low"]), high=_number(data["high"]), unit=data.get("unit", ""),
             samples=int(data.get("samples", 0)), method=data.get("method", ""), **paired,
         )  # fmt: skip
 

@@ -76,6 +76,8 @@ class SessionSettings:
                 raise ConfigError(
                     "session", "config_entries must be keys that this ONNX Runtime honours", repr(key), nearest(key, KNOWN_CONFIG_ENTRIES)
                 )
+            if not isinstance(text, str):
+                raise ConfigError("session", f"the value of {key} must be text", repr(text), f"Write '{text}', with quotes.")
             if not re.fullmatch(pattern, text):
                 raise ConfigError("session", f"{key} must match {pattern}", repr(text), "ONNX Runtime would take the wrong value in silence.")
 
@@ -129,6 +131,9 @@ def create_session(model_path: Path, settings: SessionSettings) -> ort.Inference
 
     import onnxruntime as ort
 
+    # Not listed is proof enough, and ONNX Runtime would print about it; listed is none, so the session is asked as well.
+    if settings.execution_provider not in ort.get_available_providers():
+        raise _provider_missing(settings, ort.get_available_providers())
     providers: list[Any] = [(settings.execution_provider, dict(settings.provider_options))]
     if settings.execution_provider != "CPUExecutionProvider":
         providers.append("CPUExecutionProvider")
@@ -136,11 +141,15 @@ def create_session(model_path: Path, settings: SessionSettings) -> ort.Inference
         warnings.simplefilter("ignore")  # the fall-back is checked below, and said better
         session = ort.InferenceSession(str(model_path), session_options(settings), providers=providers)
     if settings.execution_provider not in session.get_providers():
-        raise EnvironmentFault(
-            "target", f"a session must start on {settings.execution_provider}", f"one on {', '.join(session.get_providers())}",
-            "Install the onnxruntime package that carries this execution provider, or choose another `--ep`; `autotune doctor` lists what starts here.",
-        )  # fmt: skip
+        raise _provider_missing(settings, session.get_providers())
     return session
+
+
+def _provider_missing(settings: SessionSettings, present: list[str]) -> EnvironmentFault:
+    return EnvironmentFault(
+        "target", f"a session must start on {settings.execution_provider}", f"one on {', '.join(present)}",
+        "Install the onnxruntime package that carries this execution provider, or choose another `--ep`; `autotune doctor` lists what starts here.",
+    )  # fmt: skip
 
 
 def read_back(session: ort.InferenceSession, settings: SessionSettings) -> dict[str, Any]:

@@ -1,0 +1,284 @@
+"""The command line: `autotune demo, doctor, plan, run, report, passes, verify`. Slow libraries are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from autotune import __version__
+from autotune.errors import AutotuneError, ConfigError, nearest
+
+EPILOG = "Exit status: 0 delivered, 2 bad input, 3 environment, 4 no feasible model, 5 verification failed, 130 interrupted."
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Commands(click.Group):
+    """A group whose mistakes come out as one message with the nearest name, and whose errors never show a traceback."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command; an unknown one gets the nearest name."""
+        name = args[0] if args else ""
+        if name and self.get_command(ctx, name) is None and not name.startswith("-"):
+            _fail(ConfigError("autotune", "a command must be a known one", repr(name), nearest(name, self.list_commands(ctx))))
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command and turn our errors into their message and exit status."""
+        try:
+            return super().invoke(ctx)
+        except AutotuneError as error:
+            _fail(error, as_json=bool(ctx.meta.get("autotune.json")))
+        except BrokenPipeError:
+            sys.exit(0)
+        except (click.ClickException, click.exceptions.Exit, click.Abort, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            if os.environ.get("AUTOTUNE_DEBUG"):
+                raise
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            click.echo(f"internal error: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno}). This is a mistake in autotune, not yours; AUTOTUNE_DEBUG=1 shows more.", err=True)
+            sys.exit(1)
+
+
+def _fail(error: AutotuneError, *, as_json: bool = False) -> NoReturn:
+    if as_json:
+        print(json.dumps({"status": "error", "exit_status": error.exit_status, "error": str(error)}))  # noqa: T201 -- the command's output
+    click.echo(f"error: {error}", err=True)
+    sys.exit(error.exit_status)
+
+
+def _json_option(function: F) -> F:
+    def remember(ctx: click.Context, _param: click.Parameter, value: bool) -> bool:
+        ctx.meta["autotune.json"] = value
+        return value
+
+    return click.option("--json", "as_json", is_flag=True, callback=remember, is_eager=True, help="Print one JSON object last.")(function)
+
+
+@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="autotune")
+def main() -> None:
+    """Search chains of optimization passes for an ONNX model, measure each, deliver the best as a bundle."""
+
+
+def _sweep_options(function: F) -> F:
+    options = [
+        click.argument("sweep", required=False, type=click.Path(path_type=Path)),
+        click.option("--model", type=click.Path(path_type=Path), help="ONNX model, or a folder with model.onnx, eval.npz, calib.npz."),
+        click.option("--eval", "eval_path", type=click.Path(path_type=Path), help="Evaluation data: an .npz with one array per input, and labels."),
+        click.option("--calib", type=click.Path(path_type=Path), help="Calibration data: an .npz with one array per input."),
+        click.option("--metric", help="accuracy, top-5, mse, cosine, roc_auc, ... or script.py:function."),
+        click.option("--constraint", "constraints", multiple=True, help='A limit, such as "accuracy >= baseline - 1.0pt". May be repeated.'),
+        click.option("--objective", "objectives", multiple=True, help="What to optimize, such as latency, score or size. May be repeated."),
+        click.option("--trials", type=int, help="Points to try at most (30)."),
+        click.option("--time", "time_limit", help="Longest time for the search, such as 45m."),
+        click.option("--seed", type=int, help="Seed of everything random (0)."),
+        click.option("--threads", type=int, help="Threads of one run (all this process may use, and searched)."),
+        click.option("--ep", help="Execution provider (cpu)."),
+        click.option("--batch-size", type=int, help="Examples in one run (1)."),
+        click.option("--pick", help="Which front member to deliver (fastest)."),
+        click.option("--strict", is_flag=True, default=None, help="Take only what is certain to meet every constraint."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _load(sweep: Path | None, given: dict[str, Any]) -> tuple[Any, list[str]]:
+    """The sweep of a file, changed by options, or the one that the short form stands for."""
+    from autotune.config import LoadedSweep, load_sweep, parse_sweep
+
+    said = {k: v for k, v in given.items() if v not in (None, ())}
+    if sweep is None and given["model"] is None:
+        raise ConfigError("run", "give a sweep file or --model", "neither", "Example: autotune run --model m.onnx --eval eval.npz --calib calib.npz")
+    if sweep is None:
+        from autotune.sweep.shortcut import Shortcut, sweep_from
+
+        names = {"eval_path": "eval", "calib": "calibration", "time_limit": "time"}
+        return sweep_from(Shortcut(**{names.get(k, k): v for k, v in said.items()}))
+    if given["model"] is not None or given["eval_path"] is not None or given["calib"] is not None:
+        raise ConfigError("run", "model and data stand in the sweep file when there is one", "both", "Leave out --model, --eval and --calib, or the file.")
+    loaded = load_sweep(sweep)
+    data = loaded.config.to_json()
+    places = {
+        "metric": ("metric",), "constraints": ("constraints",), "objectives": ("objectives",), "trials": ("budget", "trials"),
+        "time_limit": ("budget", "time"), "seed": ("seed",), "threads": ("target", "threads"), "ep": ("target", "ep"),
+        "batch_size": ("target", "batch_size"), "pick": ("pick",), "strict": ("strict",),
+    }  # fmt: skip
+    for name, value in said.items():
+        *path, last = places[name]
+        section = data
+        for part in path:
+            section = section[part]
+        section[last] = list(value) if isinstance(value, tuple) else value
+    return LoadedSweep(parse_sweep(data, source=loaded.source), loaded.root, loaded.source), []
+
+
+@main.command()
+@_sweep_options
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/latest"), show_default=True, help="The run folder; an earlier run of the same sweep is resumed.")
+@click.option("--fresh", is_flag=True, help="Throw away what an earlier run left in --out.")
+@_json_option
+def run(sweep: Path | None, out: Path, fresh: bool, as_json: bool, **given: Any) -> None:
+    """Run a sweep: a SWEEP file, or --model with --eval. The same command resumes."""
+    loaded, said = _load(sweep, given)
+    for line in said:
+        click.echo(line, err=True)
+    _run(loaded, out, fresh=fresh, as_json=as_json)
+
+
+def _run(loaded: Any, out: Path, *, fresh: bool, as_json: bool) -> NoReturn:
+    from autotune.sweep.run import INTERRUPTED
+    from autotune.sweep.run import run as run_sweep
+
+    result = run_sweep(loaded, out, fresh=fresh, say=lambda line: click.echo(line, err=True))
+    if result.status == INTERRUPTED:
+        click.echo(f"{result.summary['verdict']} Resume with the same command:\n  {_command()}", err=True)
+    if as_json:
+        click.echo(json.dumps(result.summary))
+    else:
+        from autotune.report import print_report
+
+        print_report(result.summary, result.records)
+    sys.exit(result.exit_status)
+
+
+def _command() -> str:
+    import shlex
+
+    return shlex.join(["autotune", *[a for a in sys.argv[1:] if a != "--fresh"]])
+
+
+@main.command()
+@_sweep_options
+@_json_option
+def plan(sweep: Path | None, as_json: bool, **given: Any) -> None:
+    """Show what a sweep would do: slots, parameters, counts, first points. Nothing is run or written."""
+    from autotune.sweep.plan import describe_plan, render_plan
+    from autotune.sweep.prepare import prepare
+
+    loaded, said = _load(sweep, given)
+    content = describe_plan(prepare(loaded), said)
+    click.echo(json.dumps(content) if as_json else render_plan(content))
+
+
+@main.command()
+@click.option("--out", type=click.Path(path_type=Path), default=Path("demo"), show_default=True, help="Folder for the demo's model and its run.")
+@click.option("--trials", type=int, default=None, help="Points to try.")
+@click.option("--fresh", is_flag=True, help="Throw away what an earlier demo left there.")
+@_json_option
+def demo(out: Path, trials: int | None, fresh: bool, as_json: bool) -> None:
+    """Train a small network on scikit-learn's digits and tune it: pruning, conversion, quantization, session settings."""
+    from autotune.config import load_sweep
+    from autotune.demo import build_demo
+
+    folder = out / "digits"
+    if fresh or not (folder / "sweep.yaml").exists():
+        click.echo(f"demo: training a network on scikit-learn's digits into {folder}", err=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        build_demo(folder)
+    sweep = folder / "sweep.yaml"
+    loaded = load_sweep(sweep) if trials is None else _load(sweep, {"model": None, "eval_path": None, "calib": None, "trials": trials})[0]
+    _run(loaded, out / "run", fresh=fresh, as_json=as_json)
+
+
+@main.command()
+@click.argument("run_folder", metavar="RUN", type=click.Path(path_type=Path))
+@_json_option
+def report(run_folder: Path, as_json: bool) -> None:
+    """Show the report of a run folder."""
+    from autotune.sweep.run import read_result
+
+    result = read_result(run_folder)
+    if as_json:
+        click.echo(json.dumps(result.summary))
+    else:
+        from autotune.report import print_report
+
+        print_report(result.summary, result.records)
+
+
+@main.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@_json_option
+def verify(bundle: Path, as_json: bool) -> None:
+    """Check a bundle: every byte, loading, sample outputs, session settings."""
+    from autotune.bundle import verify_bundle
+
+    checks = verify_bundle(bundle)
+    good = all(c.state != "failed" for c in checks)
+    if as_json:
+        click.echo(json.dumps({"status": "ok" if good else "failed", "checks": [c.to_json() for c in checks]}))
+    else:
+        for check in checks:
+            click.echo(f"{check.state:8} {check.name}: {check.message}")
+        click.echo("verified" if good else "NOT verified: do not deploy this bundle")
+    sys.exit(0 if good else 5)
+
+
+@main.command()
+@_json_option
+def doctor(as_json: bool) -> None:
+    """Check this machine: CPUs, versions, which execution providers really start a session."""
+    from autotune.sweep.doctor import examine, render
+
+    findings = examine()
+    click.echo(json.dumps(findings) if as_json else render(findings))
+    sys.exit(0 if findings["usable"] else 3)
+
+
+@main.group(cls=Commands)
+def passes() -> None:
+    """List passes, or show one."""
+
+
+@passes.command("list")
+@_json_option
+def list_passes(as_json: bool) -> None:
+    """List the passes that can be used in a chain."""
+    from autotune.passes.base import AcceleratorSpec
+    from autotune.passes.registry import get_pass, pass_names
+
+    rows = []
+    for name in pass_names():
+        pass_class = get_pass(name)
+        table = pass_class.default_config(AcceleratorSpec())
+        rows.append({
+            "name": name, "accepts": pass_class.contract.accepts, "returns": pass_class.contract.returns,
+            "does": (pass_class.__doc__ or "").strip().splitlines()[0], "searchable": [n for n, r in table.items() if r.search_defaults is not None],
+        })  # fmt: skip
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    for row in rows:
+        click.echo(f"{row['name']:28} {row['accepts']:>7} -> {row['returns']:7} {row['does']}")
+
+
+@passes.command("show")
+@click.argument("name")
+@click.option("--ep", default="cpu", show_default=True, help="Execution provider that the table is asked for.")
+@_json_option
+def show_pass(name: str, ep: str, as_json: bool) -> None:
+    """Show a pass: parameters with types, defaults and search defaults."""
+    from autotune.passes.base import AcceleratorSpec
+    from autotune.passes.registry import get_pass
+    from autotune.sweep.plan import render_pass
+    from autotune.target import ACCELERATOR_OF, SHORT_PROVIDER_NAMES
+
+    provider = SHORT_PROVIDER_NAMES.get(ep.lower(), ep)
+    if provider not in ACCELERATOR_OF:
+        raise ConfigError("passes", "an execution provider must be a known one", repr(ep), nearest(ep, SHORT_PROVIDER_NAMES))
+    pass_class = get_pass(name)
+    accelerator = AcceleratorSpec(ACCELERATOR_OF[provider], provider)
+    click.echo(json.dumps(pass_class.json_schema(accelerator)) if as_json else render_pass(pass_class, accelerator))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""From a sweep's chain to a search space, and from a point of it to the passes to run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.config import LoadedSweep, SlotSection
+from autotune.errors import ConfigError, nearest
+from autotune.model import ONNX, PYTORCH
+from autotune.passes.base import SEARCH, ParamCategory, Pass
+from autotune.passes.registry import get_pass
+from autotune.search_spaces.parameters import Categorical, Conditional, ConditionalDefault, Parameter, same
+from autotune.search_spaces.space import Alternative, Point, Rule, Slot, Space, compile_space, point_key, walk
+from autotune.target import Target
+
+QUANTIZED_OPERATORS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger", "DynamicQuantizeLinear"})
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of a chain with its full config."""
+
+    slot: str
+    pass_name: str
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class InputFacts:
+    """What validation needs to know of the input model."""
+
+    format: str = ONNX
+    opset: int = 0
+    operators: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def quantized(self) -> bool:
+        return bool(QUANTIZED_OPERATORS & set(self.operators))
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Rule `order`: each pass gets the format it takes, and an ONNX model comes out."""
+
+    slots: tuple[str, ...]
+    formats: Mapping[str, tuple[str, str]]  # pass -> (accepts, returns)
+    start: str
+
+    def __call__(self, values: Mapping[str, Any]) -> bool:
+        current = self.start
+        for slot in self.slots:
+            name = values.get(slot)
+            if name is None:
+                continue
+            accepts, current_after = self.formats[name]
+            if accepts != current:
+                return False
+            current = current_after
+        return current == ONNX
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A rule that refuses one alternative, always or at given parameter values."""
+
+    slot: str
+    pass_name: str
+    at: tuple[tuple[str, Any], ...] = ()  # (variable, value): all of them together are refused
+
+    def __call__(self, values: Mapping[str, Any]) -> bool:
+        if values.get(self.slot) != self.pass_name:
+            return True
+        return not all(name in values and same(values[name], value) for name, value in self.at) if self.at else False
+
+
+class Pipeline:
+    """A sweep's chain, compiled: its space, its rules, and the way from a point to passes."""
+
+    def __init__(self, sweep: LoadedSweep, facts: InputFacts) -> None:
+        """Compile the chain. Raises `ConfigError` (unknown passes and parameters, bad values) or `SpaceError` (nothing valid)."""
+        self.sweep = sweep
+        self.target: Target = sweep.target
+        self.facts = facts
+        self.data = {
+            role: str(sweep.path(name))
+            for role, name in (("calibration", sweep.config.data.calibration), ("train", sweep.config.data.train))
+            if name is not None
+        }
+        self.classes: dict[str, type[Pass]] = {}
+        self._user: dict[tuple[str, str], dict[str, Any]] = {}
+        self._defaults: dict[str, Any] = {}
+        slots = [self._slot(section) for section in sweep.config.chain]
+        self.slots = tuple(s.name for s in slots)
+        self.rules = tuple(self._rules(slots))
+        self.space: Space = compile_space(slots, rules=self.rules)
+
+    # ------------------------------------------------------------------ compiling
+
+    def _slot(self, section: SlotSection) -> Slot:
+        alternatives = []
+        for choice in section.choices:
+            pass_class = get_pass(choice.pass_)
+            name = pass_class.__name__
+            self.classes[name] = pass_class
+            user = self._user_values(pass_class, choice.params)
+            self._user[section.name, name] = user
+            alternatives.append(Alternative(name, self._variables(section.name, pass_class, user)))
+        return Slot(section.name, tuple(alternatives), optional=section.optional)
+
+    def _user_values(self, pass_class: type[Pass], params: Mapping[str, Any]) -> dict[str, Any]:
+        """The user's values, paths made absolute, callables made names (a child process fetches them by name)."""
+        table = pass_class.default_config(self.target.accelerator)
+        values: dict[str, Any] = {}
+        for name, value in params.items():
+            row = table.get(name)
+            if row is not None and row.category in (ParamCategory.PATH, ParamCategory.DATA) and isinstance(value, str) and value != "SEARCH":
+                path = self.sweep.path(value)
+                if not path.exists():
+                    raise ConfigError(
+                        f"{pass_class.__name__}.{name}", "the path must exist", value, nearest(path.name, [p.name for p in path.parent.glob("*")])
+                    )
+                value = str(path)
+            if row is not None and row.category is ParamCategory.OBJECT:
+                value = self._named(pass_class, name, value)
+            values[name] = SEARCH if isinstance(value, str) and value == "SEARCH" else value
+        return values
+
+    def _named(self, pass_class: type[Pass], name: str, value: Any) -> Any:
+        if isinstance(value, str):
+            script, colon, attribute = value.rpartition(":")
+            return f"{self.sweep.path(script)}:{attribute}" if colon else value
+        if callable(value):
+            code = getattr(value, "__code__", None)
+            qualified = getattr(value, "__qualname__", "")
+            if code is None or "<" in qualified or "." in qualified:
+                raise ConfigError(
+                    f"{pass_class.__name__}.{name}", "an object must be a function at the top of a file, since trials run in other processes",
+                    repr(value), "Move it to the top level, or give it as 'script.py:function'.",
+                )  # fmt: skip
+            return f"{Path(code.co_filename).resolve()}:{qualified}"
+        return value
+
+    def _variables(self, slot: str, pass_class: type[Pass], user: Mapping[str, Any]) -> dict[str, Parameter]:
+        """Parameters that somebody searches, fixes or looks at; the other rows keep their defaults and are no variables."""
+        accelerator = self.target.accelerator
+        table = pass_class.default_config(accelerator)
+        parameters = pass_class.search_space(accelerator, user, search=self.sweep.config.search.enabled)
+        if self.target.threads_fixed:
+            self._fix_threads(pass_class, user, parameters)
+        watched = {p for parameter in parameters.values() if isinstance(parameter, Conditional) for p in _parents_of(parameter)}
+        for name, row in table.items():
+            self._defaults[f"{slot}.{name}"] = row.default_value
+        return {
+            name: parameter
+            for name, parameter in parameters.items()
+            if name in user or name in watched or isinstance(parameter, Conditional) or len(parameter.values) > 1 or not same(parameter.values[0], table[name].default_value)
+        }
+
+    def _fix_threads(self, pass_class: type[Pass], user: Mapping[str, Any], parameters: dict[str, Parameter]) -> None:
+        """A number of threads that the user named for the target holds for session tuning too."""
+        for name in ("intra_op_num_threads", "inter_op_num_threads"):
+            if pass_class.contract.session_only and name in parameters and name not in user:
+                parameter = parameters[name]
+                if name == "intra_op_num_threads":
+                    parameters[name] = Categorical([self.target.run_threads])
+                elif isinstance(parameter, Categorical):
+                    parameters[name] = Categorical([parameter.values[0]])
+
+    def _rules(self, slots: list[Slot]) -> list[Rule]:
+        formats = {name: (c.contract.accepts, c.contract.returns) for name, c in self.classes.items()}
+        order = Formats(tuple(s.name for s in slots), formats, self.facts.format)
+        rules = [Rule("order", order.slots, order, f"passes must follow one another in format, from {self.facts.format} to {ONNX}")]
+        for slot in slots:
+            for alternative in slot.alternatives:
+                rules += self._rules_of(slot.name, alternative)
+        return rules
+
+    def _rules_of(self, slot: str, alternative: Alternative) -> list[Rule]:
+        name = alternative.name
+        contract = self.classes[name].contract
+        ep = self.target.execution_provider
+        found: list[Rule] = []
+
+        def refuse(rule_id: str, message: str, at: tuple[tuple[str, Any], ...] = ()) -> None:
+            rule = Refused(slot, name, at)
+            found.append(Rule(rule_id, (slot, *(variable for variable, _ in at)), rule, f"{name}: {message}"))
+
+        if contract.execution_providers and ep not in contract.execution_providers:
+            refuse("provider-mismatch", f"is for {', '.join(contract.execution_providers)}, the target is {ep}")
+        if contract.accelerators and self.target.accelerator_type not in contract.accelerators:
+            refuse("provider-mismatch", f"is for {', '.join(contract.accelerators)}, the target is {self.target.accelerator_type}")
+        for package, extra in contract.packages.items():
+            if importlib.util.find_spec(package) is None:
+                refuse("missing-engine", f"needs the package {package}; install {extra}")
+        if contract.refuses_quantized_input and self.facts.quantized:
+            refuse("order", "the model is quantized already")
+        if contract.accepts == ONNX and contract.min_opset > self.facts.opset > 0:
+            refuse("opset-floor", f"needs opset {contract.min_opset}, the model has {self.facts.opset}")
+        for parameter, role in contract.data.items():
+            if role == "calibration" and contract.needs_calibration_when and role not in self.data and parameter not in self._user[slot, name]:
+                self._data_rule(slot, alternative, refuse)
+        return found
+
+    def _data_rule(self, slot: str, alternative: Alternative, refuse: Callable[..., None]) -> None:
+        at = []
+        for parameter, value in self.classes[alternative.name].contract.needs_calibration_when.items():
+            if parameter in alternative.parameters:
+                at.append((f"{slot}.{parameter}", value))
+            elif not same(self._defaults.get(f"{slot}.{parameter}"), value):
+                return
+        values = ", ".join(f"{v.partition('.')[2]}={value!r}" for v, value in at)
+        refuse("data-needed", f"needs calibration data{' with ' + values if values else ''}; give data.calibration", tuple(at))
+
+    # ------------------------------------------------------------------ points
+
+    def default_point(self) -> Point:
+        """Every slot filled with its first alternative, every parameter at its default (the nearest valid choice where that is none)."""
+        return walk(self.space, self._choose({}))
+
+    def untouched_point(self) -> Point | None:
+        """The point that leaves every optional slot out, or None when a slot that changes the model must be filled."""
+        wanted: dict[str, Any] = {s: None for s in self.slots}
+        point = walk(self.space, self._choose(wanted))
+        steps = [s for s in self.steps(point) if not self._harmless(s)]
+        return point if not steps else None
+
+    def _harmless(self, step: Step) -> bool:
+        """Conversion makes the baseline of a torch model, and session tuning at its defaults changes nothing."""
+        contract = self.classes[step.pass_name].contract
+        return contract.accepts == PYTORCH and contract.returns == ONNX or contract.session_only
+
+    def start_points(self) -> list[Point]:
+        """The user's starting points, completed by defaults. Raises `ConfigError` for names or values that the space doesn't have."""
+        points = []
+        for number, part in enumerate(self.sweep.config.search.start):
+            for name, value in part.items():
+                if name not in self.space.variables:
+                    raise ConfigError(f"search.start.{number}", "names must be variables of the space", repr(name), nearest(name, self.space.variables))
+                if not any(same(value, c) for c in self.space.choices(name)):
+                    shown = ", ".join(map(repr, self.space.choices(name)))
+                    raise ConfigError(f"search.start.{number}", f"{name} must be one of {shown}", repr(value))
+            points.append(walk(self.space, self._choose(part)))
+        return points
+
+    def _choose(self, wanted: Mapping[str, Any]) -> Callable[[str, tuple[Any, ...]], Any]:
+        taken: dict[str, Any] = {}
+
+        def pick(name: str, choices: tuple[Any, ...]) -> Any:
+            if name in wanted:
+                value = wanted[name]
+            elif name in self.slots:  # a pass that is there is used
+                value = next((c for c in choices if c is not None), None)
+            else:
+                value = self._default_of(name, taken)
+            chosen = next((c for c in choices if same(c, value)), choices[0])
+            taken[name] = chosen
+            return chosen
+
+        return pick
+
+    def _default_of(self, name: str, taken: Mapping[str, Any]) -> Any:
+        default = self._defaults.get(name)
+        if isinstance(default, ConditionalDefault):
+            slot = name.partition(".")[0]
+            own = {k.partition(".")[2]: v for k, v in taken.items() if k.startswith(f"{slot}.")}
+            missing = {p: self._defaults.get(f"{slot}.{p}") for p in default.parents if p not in own}
+            return default.choose({**missing, **own})
+        return default
+
+    def steps(self, point: Mapping[str, Any]) -> list[Step]:
+        """The passes of a point in order, each with its complete config (data files filled in)."""
+        found = []
+        for slot in self.slots:
+            name = point.get(slot)
+            if name is None:
+                continue
+            pass_class = self.classes[name]
+            given = {k.partition(".")[2]: v for k, v in point.items() if k.startswith(f"{slot}.")}
+            table = pass_class.default_config(self.target.accelerator)
+            for parameter, role in pass_class.contract.data.items():
+                if parameter in table and parameter not in given and role in self.data:
+                    given[parameter] = self.data[role]
+            found.append(Step(slot, name, pass_class.resolve(self.target.accelerator, given)))
+        return found
+
+    def changed_from_default(self, point: Mapping[str, Any]) -> dict[str, Any]:
+        """The part of a point that differs from its pass's defaults: what makes it special, for people."""
+        taken: dict[str, Any] = {}
+        changed = {}
+        for name, value in point.items():
+            if "." in name and not same(value, self._default_of(name, taken)):
+                changed[name] = value
+            taken[name] = value
+        return changed
+
+
+def _parents_of(parameter: Conditional) -> set[str]:
+    """Parents of a condition and of the conditions nested in its branches."""
+    found = set(parameter.parents)
+    for branch in [*parameter.support.values(), parameter.default]:
+        if isinstance(branch, Conditional):
+            found |= _parents_of(branch)
+    return found
+
+
+__all__ = ["Formats", "InputFacts", "Pipeline", "Refused", "Step", "point_key"]

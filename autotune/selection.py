@@ -1,0 +1,561 @@
+"""Choose: who is feasible, who is on the front, which are ties, and which one is delivered. Plain functions of finished records.
+
+How models are compared. Latency, throughput, memory and size by their ratio to the baseline (on a log scale), scores by their difference
+from it: paired values with their intervals. One model is **better beyond doubt** in an objective when the intervals do not overlap and the
+estimates differ by more than the tolerance (3 % of latency, 0.3 points of a score; finer differences are not worth a more complex model).
+
+* A feasible model is **off the front** when some other is no worse in every objective by estimate, and better beyond doubt in one.
+  So doubt never puts a model off the front, and a model that is only slower, by more than noise, is never on it.
+* Two models **tie** when neither is better beyond doubt in any objective. Ties on the front form groups: the simplest member stands for the
+  group. The untouched model is the simplest, then come those certain of every constraint, then fewer passes, fewer values that
+  are not the default, the better sum of estimates in units of the tolerances, the lower trial number.
+* A **pick** looks at the members of the front within the tolerance of the best estimate (or in a tie with it), drops those that
+  another of them beats beyond doubt in another objective, and takes the simplest. Whoever does not beat the untouched model beyond doubt in
+  any objective is never picked before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.constraints import (
+    SCORE,
+    Constraint,
+    Judgement,
+    Relative,
+    Verdict,
+    describe,
+    difference_from,
+    digits,
+    feasible,
+    is_cost,
+    judge_all,
+    kind_of,
+    metric_named,
+    ratio_to,
+    relaxed,
+    shown,
+    shown_difference,
+    violation,
+)
+from autotune.digest import canonical
+from autotune.errors import ConfigError, nearest
+from autotune.pareto import hypervolume, knee
+from autotune.records import Interval, MetricValue, Status, TrialRecord
+
+PICKS = ("fastest", "most_accurate", "smallest", "knee", "nearest_to_baseline")
+UNTOUCHED = "untouched"  # origin of the trial that measures the baseline itself
+DEFAULT = "default"  # origin of the trial with every parameter at its default
+EPS_SIZE = 0.005  # size has no noise; half a per cent of it is still nothing to choose by
+NEAR_MISSES = 5
+SMALLEST_RATIO = 1e-9  # stands for zero on the log scale
+WORSE_THAN_BASELINE = 1.1  # the reference point of the hypervolume: ratios
+NO_LIMIT_DROP = 0.1  # and scores, where no constraint says how far they may fall
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One thing to make small or large."""
+
+    name: str
+    minimize: bool = True
+
+    def __str__(self) -> str:
+        return f"{'min' if self.minimize else 'max'} {self.name}"
+
+
+def parse_objective(text: str, *, metrics: Mapping[str, str], score: str = "", higher_is_better: Mapping[str, bool] | None = None) -> Objective:
+    """Read `latency`, `min latency`, `max accuracy`, `score`; without `min` or `max` the metric's own direction holds.
+
+    `metrics` maps names to units; `higher_is_better` gives the direction where the unit doesn't tell. Raises `ConfigError` for an unknown
+    metric, a direction that makes models worse, or one that can't be known.
+    """
+    words = text.split(maxsplit=1) if isinstance(text, str) else []
+    asked = {"min": True, "minimize": True, "max": False, "maximize": False}.get(words[0]) if len(words) == 2 else None
+    if not words or (words[0] in ("min", "max", "minimize", "maximize") and len(words) == 1):
+        raise ConfigError("objectives", "an objective must name a metric", repr(text), "Examples: latency, min size, max accuracy")
+    name = metric_named(words[1].strip() if asked is not None else text.strip(), metrics, score=score, who="objectives")
+    natural = is_cost(metrics[name])
+    if natural is None and higher_is_better is not None and name in higher_is_better:
+        natural = not higher_is_better[name]
+    if natural is None and asked is None:
+        raise ConfigError(
+            "objectives", f"it must be known whether {name} is better small or large", repr(text), f"Write `min {name}` or `max {name}`."
+        )
+    if natural is not None and asked is not None and asked != natural:
+        right = "min" if natural else "max"
+        raise ConfigError("objectives", f"{name} is better when {'lower' if natural else 'higher'}", repr(text), f"Write `{right} {name}`.")
+    return Objective(name, minimize=bool(asked if asked is not None else natural))
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A measured model that is not feasible: how far off (sum of violations), what blocks it, and what relaxing that would buy."""
+
+    id: str
+    violation: float
+    blocking: tuple[Judgement, ...]
+    buys: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id, "violation": self.violation, "blocking": [j.to_json() for j in self.blocking],
+            "relaxed": [relaxed(j) for j in self.blocking], "buys": self.buys,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What `select` found. `front` holds one trial id per group, the simplest, in order of the first objective; `groups` the ties of each."""
+
+    objectives: tuple[Objective, ...]
+    feasible: tuple[str, ...] = ()
+    front: tuple[str, ...] = ()
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    off_front: Mapping[str, str] = field(default_factory=dict)  # who is beaten, by whom
+    picks: Mapping[str, str] = field(default_factory=dict)
+    best: str | None = None
+    pick: str = "fastest"  # by which `best` was chosen
+    untouched: str | None = None
+    runner_up: str | None = None  # the nearest candidate other than the untouched model and the best
+    near_misses: tuple[NearMiss, ...] = ()
+    judgements: Mapping[str, tuple[Judgement, ...]] = field(default_factory=dict)
+    hypervolume: float = 0.0
+    reference: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def untouched_is_best(self) -> bool:
+        return self.best is not None and self.best == self.untouched
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "objectives": [str(o) for o in self.objectives], "feasible": list(self.feasible), "front": list(self.front),
+            "groups": {k: list(v) for k, v in self.groups.items()}, "off_front": dict(self.off_front), "picks": dict(self.picks),
+            "best": self.best, "pick": self.pick, "untouched": self.untouched, "runner_up": self.runner_up,
+            "near_misses": [n.to_json() for n in self.near_misses], "hypervolume": self.hypervolume,
+            "reference": list(self.reference), "notes": list(self.notes),
+        }  # fmt: skip
+
+
+def select(
+    records: Iterable[TrialRecord],
+    objectives: Sequence[Objective],
+    constraints: Sequence[Constraint],
+    *,
+    baseline: Mapping[str, MetricValue],
+    score: str = "",
+    pick: str = "fastest",
+    strict: bool = False,
+    eps_latency: float = 0.03,
+    eps_score: float = 0.003,
+    defaults: Mapping[str, Any] | None = None,
+) -> Selection:
+    """Choose among finished trials; see the module's text for the rule.
+
+    `baseline` holds the untouched model's metrics, `score` the name of the accuracy metric (default: the first objective that has the unit
+    of one). `defaults` maps variables (`slot.parameter`) to their default values; without it the point of the default trial serves.
+    `strict` takes only models that are certain of every constraint. Raises `ConfigError` for an unknown pick or an objective that the
+    baseline lacks.
+    """
+    if pick not in PICKS:
+        raise ConfigError("pick", f"a pick must be one of {', '.join(PICKS)}", repr(pick), nearest(pick, PICKS))
+    objectives = tuple(objectives)
+    for objective in objectives:
+        if objective.name not in baseline:
+            raise ConfigError("objectives", f"the baseline must have been measured for {objective.name}", ", ".join(sorted(baseline)))
+    score = score or next((o.name for o in objectives if kind_of(baseline[o.name].unit) in ("share", "plain")), "")
+    ordered = sorted((r for r in records if r.measured), key=lambda r: r.number)
+    judgements = {r.id: judge_all(constraints, r.metrics, baseline) for r in ordered}
+    good = [
+        r for r in ordered
+        if r.status is Status.OK and feasible(judgements[r.id], strict=strict) and all(_sound(r.metrics.get(o.name)) for o in objectives)
+    ]  # fmt: skip
+    untouched = next((r.id for r in ordered if r.origin == UNTOUCHED), None)
+    chosen = {r.id for r in good}
+    misses = _near_misses([r for r in ordered if r.id not in chosen], judgements, baseline, score, untouched, strict=strict)
+    found = Selection(
+        objectives=objectives, feasible=tuple(r.id for r in good), pick=pick, untouched=untouched, near_misses=misses, judgements=judgements,
+        runner_up=misses[0].id if misses else None,
+    )  # fmt: skip
+    if not good:
+        return found
+    chooser = _Chooser(good, objectives, judgements, baseline, score, eps_latency, eps_score, _defaults(ordered, defaults))
+    return chooser.complete(found, constraints)
+
+
+def _sound(value: MetricValue | None) -> bool:
+    return value is not None and math.isfinite(value.value)
+
+
+def _defaults(records: Sequence[TrialRecord], given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if given is not None:
+        return given
+    return next((r.point for r in records if r.origin == DEFAULT), {})
+
+
+def passes_in(point: Mapping[str, Any]) -> int:
+    """Count the slots of a point that hold a pass (names without a dot; None is a slot left out)."""
+    return sum(1 for name, value in point.items() if "." not in name and value is not None)
+
+
+def changed_values(point: Mapping[str, Any], defaults: Mapping[str, Any]) -> int:
+    """Count the parameters (`slot.parameter`) of a point that are not at their default, by type and value."""
+    return sum(1 for name, value in point.items() if "." in name and not (name in defaults and _same(value, defaults[name])))
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return canonical(a) == canonical(b)
+    except (TypeError, ValueError):
+        return a is b
+
+
+def compared(value: MetricValue, baseline: MetricValue, *, minimize: bool) -> Interval:
+    """Return a loss with its interval: the log of the ratio to the baseline for latency, rates and bytes, the difference for scores."""
+    if kind_of(baseline.unit) in ("time", "bytes", "rate"):
+        ratio = ratio_to(value, baseline)
+        if ratio is not None:
+            interval = Interval(*(math.log(max(v, SMALLEST_RATIO)) for v in (ratio.value, ratio.low, ratio.high)))
+            return interval if minimize else _negated(interval)
+    interval = difference_from(value, baseline)
+    return interval if minimize else _negated(interval)
+
+
+def _negated(interval: Interval) -> Interval:
+    return Interval(-interval.value, -interval.high, -interval.low)
+
+
+class _Chooser:
+    """The feasible trials as tables of losses: rows are trials, columns are axes (the objectives first, then what only picks look at)."""
+
+    def __init__(
+        self, records: list[TrialRecord], objectives: tuple[Objective, ...], judgements: Mapping[str, tuple[Judgement, ...]],
+        baseline: Mapping[str, MetricValue], score: str, eps_latency: float, eps_score: float, defaults: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.records, self.baseline, self.score = records, baseline, score
+        self.axes = list(objectives)
+        self.objectives = range(len(objectives))
+        for name in ("latency", score, "size"):
+            if name in baseline and all(o.name != name for o in self.axes) and all(_sound(r.metrics.get(name)) for r in records):
+                cost = is_cost(baseline[name].unit)
+                if cost is not None:  # a score that is no objective has no direction here
+                    self.axes.append(Objective(name, cost))
+        self.ids = [r.id for r in records]
+        losses = [[compared(r.metrics[a.name], baseline[a.name], minimize=a.minimize) for a in self.axes] for r in records]
+        self.value = np.array([[x.value for x in row] for row in losses])
+        self.low = np.array([[x.low for x in row] for row in losses])
+        self.high = np.array([[x.high for x in row] for row in losses])
+        self.eps = np.array([self._tolerance(a.name, eps_latency, eps_score) for a in self.axes])
+        self.untouched = next((i for i, r in enumerate(records) if r.origin == UNTOUCHED), None)
+        sums = (self.value[:, : len(objectives)] / np.maximum(self.eps[: len(objectives)], 1e-12)).sum(axis=1)
+        certain = [all(j.verdict is Verdict.CERTAIN for j in judgements[r.id]) for r in records]
+        keys = [
+            (r.origin != UNTOUCHED, not sure, passes_in(r.point), changed_values(r.point, defaults), round(float(total), 6), r.number)
+            for r, sure, total in zip(records, certain, sums, strict=True)
+        ]
+        self.simplest_first = sorted(range(len(records)), key=lambda i: keys[i])
+
+    def _tolerance(self, name: str, eps_latency: float, eps_score: float) -> float:
+        kind = kind_of(self.baseline[name].unit)
+        if name == "size":
+            return math.log1p(EPS_SIZE)
+        if kind in ("time", "bytes", "rate"):
+            return math.log1p(eps_latency)
+        if kind == "plain":
+            return eps_score * (abs(self.baseline[name].value) or 1.0)
+        return eps_score
+
+    def beats(self, i: int, axis: int, others: Any = slice(None)) -> NDArray[np.bool_]:
+        """Mark whom trial i beats beyond doubt on one axis."""
+        clear: NDArray[np.bool_] = (self.high[i, axis] < self.low[others, axis]) & (self.value[others, axis] - self.value[i, axis] > self.eps[axis])
+        return clear
+
+    def loses(self, i: int, axis: int, others: Any = slice(None)) -> NDArray[np.bool_]:
+        """Mark who beats trial i beyond doubt on one axis."""
+        clear: NDArray[np.bool_] = (self.high[others, axis] < self.low[i, axis]) & (self.value[i, axis] - self.value[others, axis] > self.eps[axis])
+        return clear
+
+    def ties(self, i: int, among: Sequence[int], axes: Iterable[int]) -> list[int]:
+        """Those among whom neither i nor they are better beyond doubt on any of the axes; i itself is one."""
+        apart = np.zeros(len(among), bool)
+        for axis in axes:
+            apart |= self.beats(i, axis, among) | self.loses(i, axis, among)
+        return [j for j, off in zip(among, apart, strict=True) if not off]
+
+    def beaten_by(self) -> dict[int, int]:
+        """Map each trial that is off the front to one that puts it off (the best sum wins where several do)."""
+        beaten: dict[int, int] = {}
+        columns = list(self.objectives)
+        by_sum = sorted(range(len(self.records)), key=lambda i: float(self.value[i, columns].sum()))
+        for i in by_sum:
+            no_worse = np.all(self.value[i, columns] <= self.value[:, columns], axis=1)
+            clearly = np.zeros(len(self.records), bool)
+            for axis in columns:
+                clearly |= self.beats(i, axis)
+            for j in np.flatnonzero(no_worse & clearly):
+                beaten.setdefault(int(j), i)
+        return beaten
+
+    def complete(self, found: Selection, constraints: Sequence[Constraint]) -> Selection:
+        beaten = self.beaten_by()
+        members = [i for i in range(len(self.records)) if i not in beaten]
+        groups: dict[int, list[int]] = {}
+        waiting = [i for i in self.simplest_first if i not in beaten]
+        while waiting:
+            group = self.ties(waiting[0], waiting, self.objectives)
+            groups[waiting[0]] = group
+            waiting = [i for i in waiting if i not in group]
+        front = sorted(groups, key=lambda i: (*self.value[i, : len(self.objectives)].tolist(), self.records[i].number))
+        picks = self._picks(front, members)
+        notes = []
+        best = picks.get(found.pick)
+        if best is None:
+            best = picks.get("fastest", front[0])
+            notes.append(f"there is no {found.pick.replace('_', ' ')} pick here; {self.ids[best]} was chosen in its place")
+        volume, reference = self._hypervolume(constraints)
+        return Selection(
+            objectives=found.objectives, feasible=found.feasible, front=tuple(self.ids[i] for i in front),
+            groups={self.ids[i]: tuple(self.ids[j] for j in sorted(groups[i], key=lambda j: (j != i, j))) for i in front},
+            off_front={self.ids[j]: self.ids[i] for j, i in sorted(beaten.items())},
+            picks={name: self.ids[i] for name, i in picks.items()}, best=self.ids[best], pick=found.pick, untouched=found.untouched,
+            runner_up=self._runner_up(best) or found.runner_up, near_misses=found.near_misses, judgements=found.judgements,
+            hypervolume=volume, reference=reference, notes=tuple(notes),
+        )  # fmt: skip
+
+    def _axis(self, *names: str) -> int | None:
+        return next((k for name in names for k, a in enumerate(self.axes) if name and a.name == name), None)
+
+    def _picks(self, front: list[int], members: list[int]) -> dict[str, int]:
+        picks: dict[str, int] = {}
+        speed = self._axis("latency", *(a.name for a in self.axes if kind_of(self.baseline[a.name].unit) == "time"), "throughput")
+        for name, axis in (("fastest", speed), ("most_accurate", self._axis(self.score)), ("smallest", self._axis("size"))):
+            if axis is not None:
+                picks[name] = self._best_on(axis, front, members)
+        worthy = self._worthy(front, list(self.objectives))
+        bend = knee(self.value[np.ix_(front, list(self.objectives))]) if len(self.objectives) > 1 else None
+        if bend is not None:
+            picks["knee"] = front[bend]
+        if self._axis(self.score) is not None:
+            picks["nearest_to_baseline"] = self._nearest(worthy)
+        return picks
+
+    def _worthy(self, candidates: list[int], axes: list[int]) -> list[int]:
+        """Those that beat the untouched model beyond doubt somewhere, and that model itself; all, when it is not feasible."""
+        if self.untouched is None:
+            return candidates
+        worthy = [i for i in candidates if i == self.untouched or any(self.beats(i, k, [self.untouched])[0] for k in axes)]
+        return worthy or candidates
+
+    def _best_on(self, axis: int, front: list[int], members: list[int]) -> int:
+        # An axis that is no objective has its best member anywhere among the feasible.
+        everyone = list(range(len(self.records)))
+        pool, wider = (front, members) if axis in self.objectives else (everyone, everyone)
+        axes = sorted({*self.objectives, axis})
+        worthy = self._worthy(pool, axes)
+        leader = min(self._worthy(wider, axes), key=lambda i: self.value[i, axis])
+        tied = set(self.ties(leader, worthy, axes))
+        close = [i for i in worthy if i in tied or self.value[i, axis] - self.value[leader, axis] <= self.eps[axis]] or worthy
+        kept = [i for i, settled in zip(close, self._settled(close, [k for k in axes if k != axis]), strict=True) if not settled] or close
+        return next(i for i in self.simplest_first if i in kept)
+
+    def _settled(self, among: list[int], axes: list[int]) -> NDArray[np.bool_]:
+        """Mark those whom another of them beats beyond doubt on one of the axes without being beaten on any."""
+        settled = np.zeros(len(among), bool)
+        for j in among:
+            wins, losses = np.zeros(len(among), bool), np.zeros(len(among), bool)
+            for k in axes:
+                wins |= self.beats(j, k, among)
+                losses |= self.loses(j, k, among)
+            settled |= wins & ~losses
+        return settled
+
+    def _nearest(self, worthy: list[int]) -> int:
+        """The member, other than the untouched model, whose score moved least; the first objective decides among equals."""
+        axis = self._axis(self.score)
+        candidates = [i for i in worthy if i != self.untouched] or worthy
+        moved = np.abs(self.value[candidates, axis])
+        near = [i for i, m in zip(candidates, moved, strict=True) if m <= moved.min() + 1e-12]
+        return min(near, key=lambda i: (float(self.value[i, 0]), self.records[i].number))
+
+    def _runner_up(self, best: int) -> str | None:
+        """The next by the first objective, other than the best and the untouched model."""
+        rest = [i for i in range(len(self.records)) if i not in (best, self.untouched)]
+        return self.ids[min(rest, key=lambda i: (float(self.value[i, 0]), self.records[i].number))] if rest else None
+
+    def _hypervolume(self, constraints: Sequence[Constraint]) -> tuple[float, tuple[float, ...]]:
+        """Volume in units of ratios and score differences, up to 1.1 times the baseline and the worst score allowed."""
+        columns, reference = [], []
+        for k in self.objectives:
+            axis, base = self.axes[k], self.baseline[self.axes[k].name]
+            sign = 1.0 if axis.minimize else -1.0
+            if kind_of(base.unit) in ("time", "bytes", "rate") and base.value > 0:
+                columns.append(sign * np.exp(sign * self.value[:, k]))
+                reference.append(WORSE_THAN_BASELINE if axis.minimize else -1 / WORSE_THAN_BASELINE)
+            else:
+                columns.append(self.value[:, k])
+                reference.append(_worst_allowed(axis, base, constraints))
+        return hypervolume(np.stack(columns, axis=1), reference), tuple(reference)
+
+
+def _worst_allowed(objective: Objective, baseline: MetricValue, constraints: Sequence[Constraint]) -> float:
+    """The largest loss (difference from the baseline, as a cost) that the constraints allow; a tenth where they say nothing."""
+    sign = 1.0 if objective.minimize else -1.0
+    limits = []
+    for constraint in constraints:
+        if constraint.metric == objective.name and (constraint.sense == "<=") == objective.minimize:
+            from_baseline = {
+                Relative.DELTA: constraint.limit,
+                Relative.RATIO: (constraint.limit - 1) * baseline.value,
+                Relative.NONE: constraint.limit - baseline.value,
+            }
+            limits.append(sign * from_baseline[constraint.relative])
+    if limits:
+        return min(limits) + 1e-9  # a model just at the limit still counts for something in the other objectives
+    return NO_LIMIT_DROP * (1.0 if kind_of(baseline.unit) == "share" else abs(baseline.value) or 1.0)
+
+
+def _near_misses(
+    records: Sequence[TrialRecord], judgements: Mapping[str, tuple[Judgement, ...]], baseline: Mapping[str, MetricValue], score: str,
+    untouched: str | None, *, strict: bool,
+) -> tuple[NearMiss, ...]:  # fmt: skip
+    misses = []
+    for record in records:
+        blocking = tuple(j for j in judgements[record.id] if not feasible([j], strict=strict))
+        if not blocking or record.id == untouched:
+            continue
+        total = sum(violation(j, strict=strict) for j in blocking)
+        blocked = {j.constraint.metric for j in blocking}
+        misses.append(NearMiss(record.id, total, blocking, gains(record.metrics, baseline, score=score, leave_out=blocked)))
+    misses.sort(key=lambda m: (m.violation, m.id))
+    return tuple(misses[:NEAR_MISSES])
+
+
+# ---------------------------------------------------------------------------------------------------------------- in words
+
+
+def speed_words(ratio: Interval) -> str:
+    """Say a latency ratio as a person would: `2.3x faster, 2.2 to 2.4`; within noise of the baseline it says so."""
+    if not (math.isfinite(ratio.value) and ratio.value > 0):
+        return "speed not known"
+    if ratio.low == ratio.high == 1.0:
+        return "as fast"
+    if ratio.low <= 1.0 <= ratio.high:
+        return f"as fast within noise, {digits(ratio.low)}x to {digits(ratio.high)}x the time"
+    if ratio.value < 1:
+        return f"{_times(1 / ratio.value)}x faster, {_times(1 / ratio.high)} to {_times(1 / ratio.low) if ratio.low > 0 else 'not known'}"
+    return f"{_times(ratio.value)}x slower, {_times(ratio.low)} to {_times(ratio.high)}"
+
+
+def size_words(ratio: Interval) -> str:
+    """Say a size ratio as a person would: `4.0x smaller`, `same size`."""
+    if not (math.isfinite(ratio.value) and ratio.value > 0):
+        return "size not known"
+    if abs(ratio.value - 1) <= EPS_SIZE:
+        return "same size"
+    return f"{_times(1 / ratio.value)}x smaller" if ratio.value < 1 else f"{_times(ratio.value)}x larger"
+
+
+def _times(factor: float) -> str:
+    """Two digits, or three where two would hide what is gained: 2.3, 12, 1.04."""
+    return digits(factor, 3 if factor < 1.1 else 2)
+
+
+def score_words(name: str, value: MetricValue, baseline: MetricValue) -> str:
+    """Say how a score changed: `accuracy -0.4 pt (-0.9 to +0.1)`."""
+    change = difference_from(value, baseline)
+    if change.low == change.high == 0:
+        return f"same {name}"
+    limits = [shown_difference(v, baseline.unit).removesuffix(" pt") for v in (change.low, change.high)]
+    return f"{name} {shown_difference(change.value, baseline.unit)} ({limits[0]} to {limits[1]})"
+
+
+def gains(metrics: Mapping[str, MetricValue], baseline: Mapping[str, MetricValue], *, score: str = "", leave_out: Iterable[str] = ()) -> str:
+    """Say in one line how a model differs from the baseline in speed, score and size, metrics to leave out apart."""
+    parts = []
+    skip = set(leave_out)
+    ways: tuple[tuple[str, Callable[[MetricValue, MetricValue], str]], ...] = (
+        ("latency", lambda v, b: speed_words(ratio_to(v, b) or Interval.exactly(math.nan))),
+        (score, lambda v, b: score_words(score, v, b)),
+        ("size", lambda v, b: size_words(ratio_to(v, b) or Interval.exactly(math.nan))),
+    )
+    for name, words in ways:
+        if name and name in metrics and name in baseline and name not in skip:
+            parts.append(words(metrics[name], baseline[name]))
+    return ", ".join(parts)
+
+
+def verdict_sentence(selection: Selection, records: Iterable[TrialRecord], *, baseline: Mapping[str, MetricValue], score: str = "") -> str:
+    """Say in one sentence what came out, the baseline first: what is delivered, what it gains, what it costs, and how sure that is."""
+    by_id = {r.id: r for r in records}
+    score = score or next((o.name for o in selection.objectives if kind_of(baseline[o.name].unit) in ("share", "plain")), "")
+    if selection.best is None:
+        return _none_feasible(selection, by_id, baseline, score)
+    best = by_id[selection.best]
+    if selection.untouched_is_best:
+        return _untouched_stays(selection, by_id, baseline, score)
+    parts = []
+    held = {j.constraint.metric for j in selection.judgements.get(best.id, ())}
+    if "latency" in best.metrics and "latency" in baseline:
+        parts.append(latency_words(best.metrics["latency"], baseline["latency"]))
+    if score in best.metrics and score not in held and score in baseline:
+        parts.append(score_words(score, best.metrics[score], baseline[score]))
+    parts += [describe(j) for j in selection.judgements.get(best.id, ())]
+    if "size" in best.metrics and "size" in baseline:
+        parts.append(size_words(ratio_to(best.metrics["size"], baseline["size"]) or Interval.exactly(math.nan)))
+    return f"{best.id}: {', '.join(parts)}"
+
+
+def latency_words(value: MetricValue, baseline: MetricValue) -> str:
+    """Say `p50 8.40 → 3.61 ms (2.3x faster, 2.2 to 2.4)`: the baseline first, both in one unit."""
+    before, after = shown(baseline.value, baseline.unit), shown(value.value, value.unit)
+    unit = after.rpartition(" ")[2]
+    if before.endswith(f" {unit}"):
+        before = before.removesuffix(f" {unit}")
+    ratio = ratio_to(value, baseline) or Interval.exactly(math.nan)
+    return f"p50 {before} → {after} ({speed_words(ratio)})"
+
+
+def _untouched_stays(selection: Selection, by_id: Mapping[str, TrialRecord], baseline: Mapping[str, MetricValue], score: str) -> str:
+    facts = []
+    if "latency" in baseline:
+        facts.append(f"p50 {shown(baseline['latency'].value, baseline['latency'].unit)}")
+    if score in baseline:
+        facts.append(f"{score} {shown(baseline[score].value, baseline[score].unit)}")
+    text = "No pass helps here: the untouched model is delivered"
+    if facts:
+        text += f" ({', '.join(facts)})"
+    other = by_id.get(selection.runner_up or "")
+    if other is None:
+        return text
+    text += f"; the nearest candidate was {other.id}: {gains(other.metrics, baseline, score=score)}"
+    if other.id in selection.groups.get(selection.best or "", ()):
+        text += ", a tie"
+    blocking = [j for j in selection.judgements.get(other.id, ()) if not feasible([j])]
+    if blocking:
+        text += f", which misses `{blocking[0].constraint.text}`"
+    return text
+
+
+def _none_feasible(selection: Selection, by_id: Mapping[str, TrialRecord], baseline: Mapping[str, MetricValue], score: str) -> str:
+    if not selection.near_misses:
+        return "No candidate could be measured" if not selection.judgements else "No candidate meets every constraint, the untouched model included"
+    miss = selection.near_misses[0]
+    reasons = ", ".join(describe(j) for j in miss.blocking)
+    text = f"No candidate meets every constraint; the nearest is {miss.id}: {reasons}"
+    eased = [r for r in (relaxed(j) for j in miss.blocking) if r]
+    if eased and miss.buys:
+        text += f"; with `{'` and `'.join(eased)}` it would be {miss.buys}"
+    return text
+
+
+__all__ = [
+    "PICKS", "SCORE", "NearMiss", "Objective", "Selection", "changed_values", "compared", "gains", "latency_words", "parse_objective",
+    "passes_in", "score_words", "select", "size_words", "speed_words", "verdict_sentence",
+]  # fmt: skip

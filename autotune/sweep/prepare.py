@@ -1,0 +1,180 @@
+"""Everything that can be known before the first trial costs a second: files, labels, names, limits, the space."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.benchmarks.metrics import Metric, check_labels, get_metric
+from autotune.config import LoadedSweep
+from autotune.constraints import Constraint, check_baseline, parse_constraint
+from autotune.data import LABELS, Arrays, count_rows, load_arrays, plan_feeding
+from autotune.errors import ConfigError, EnvironmentFault, nearest
+from autotune.model import ONNX, PYTORCH, IoContract, TensorSpec, load_object, read_onnx_head
+from autotune.passes.base import AcceleratorSpec
+from autotune.pipeline import InputFacts, Pipeline
+from autotune.selection import Objective, parse_objective
+from autotune.session import SessionSettings
+from autotune.stages import StageLimits, StageRunner
+from autotune.trial import METRIC_UNITS, Rows, split_rows
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A sweep that passed every check that needs no trial."""
+
+    sweep: LoadedSweep
+    facts: InputFacts
+    io: IoContract
+    metric: Metric
+    rows: Rows
+    pipeline: Pipeline
+    constraints: tuple[Constraint, ...]
+    objectives: tuple[Objective, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def settings(self) -> SessionSettings:
+        """The baseline's session: ONNX Runtime's defaults at the target's threads."""
+        target = self.sweep.target
+        return SessionSettings(intra_op_num_threads=target.run_threads, execution_provider=target.execution_provider)
+
+
+def prepare(sweep: LoadedSweep) -> Prepared:
+    """Check a sweep. Raises `ConfigError` for a user's mistake and `EnvironmentFault` for what this machine lacks."""
+    config = sweep.config
+    metric = get_metric(config.metric, root=sweep.root)
+    units = {**METRIC_UNITS, metric.name: metric.unit}
+    direction = {metric.name: metric.higher_is_better}
+    constraints = tuple(parse_constraint(t, metrics=units, score=metric.name, higher_is_better=direction) for t in config.constraints)
+    objectives = tuple(parse_objective(t, metrics=units, score=metric.name, higher_is_better=direction) for t in config.objectives)
+    if config.script is not None:
+        from autotune.model import load_script
+
+        load_script(sweep.path(config.script), who="script")  # it may register passes
+    arrays = load_arrays(sweep.path(config.data.eval), who="data.eval")
+    facts, io = _look_at_model(sweep, arrays)
+    notes = _check_data(sweep, metric, io, arrays)
+    pipeline = Pipeline(sweep, facts)
+    pipeline.start_points()  # names and values are checked now
+    rows = split_rows(count_rows(arrays), config.data.holdout, seed=config.seed)
+    if not rows.holdout:
+        notes.append("no rows are held out: the chosen model's accuracy is the one that it was chosen by")
+    return Prepared(sweep, facts, io, metric, rows, pipeline, constraints, objectives, tuple(notes))
+
+
+def check_against_baseline(constraints: tuple[Constraint, ...], baseline: Mapping[str, Any]) -> None:
+    """Refuse limits that make no sense for the measured baseline (a multiple of zero). Raises `ConfigError`."""
+    for constraint in constraints:
+        check_baseline(constraint, baseline.get(constraint.metric))
+
+
+def _look_at_model(sweep: LoadedSweep, arrays: Arrays) -> tuple[InputFacts, IoContract]:
+    """Format, opset, operators and inputs of the user's model."""
+    section = sweep.config.model
+    if section.path is not None:
+        path = sweep.path(section.path)
+        if not path.is_file():
+            near = nearest(path.name, [p.name for p in path.parent.glob("*.onnx")]) if path.parent.is_dir() else ""
+            raise ConfigError("model", "the model file must exist", str(path), near or "Check the path.")
+        io, opset = read_onnx_head(path)
+        return InputFacts(ONNX, opset, count_operators(path)), io
+    assert section.script is not None
+    load_object(sweep.path(section.script), section.loader, who="model")
+    if section.weights is not None and not sweep.path(section.weights).is_file():
+        raise ConfigError("model.weights", "the weights file must exist", str(sweep.path(section.weights)))
+    inputs = tuple(TensorSpec(n, str(a.dtype), ("batch", *a.shape[1:])) for n, a in arrays.items() if n != LABELS)
+    outputs = tuple(TensorSpec(n, "float32", None) for n in section.outputs or ())
+    return InputFacts(PYTORCH), IoContract(inputs, outputs)
+
+
+def count_operators(path: Path) -> dict[str, int]:
+    """Operators of an ONNX file and of all subgraphs, with their counts."""
+    import onnx
+
+    counts: dict[str, int] = {}
+
+    def visit(nodes: Any) -> None:
+        for node in nodes:
+            counts[node.op_type] = counts.get(node.op_type, 0) + 1
+            for attribute in node.attribute:
+                for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+                    visit(graph.node)
+
+    proto = onnx.load(str(path), load_external_data=False)
+    visit(proto.graph.node)
+    for function in proto.functions:
+        visit(function.node)
+    return dict(sorted(counts.items()))
+
+
+def _check_data(sweep: LoadedSweep, metric: Metric, io: IoContract, arrays: Arrays) -> list[str]:
+    """Refuse data that doesn't fit the model or the metric; return notes on what is odd but usable."""
+    config, notes = sweep.config, []
+    inputs = {n: a for n, a in arrays.items() if n != LABELS}
+    plan_feeding(inputs, io, batch_size=sweep.target.batch_size, who="data.eval")
+    check_labels(metric, arrays)
+    unused = sorted(set(inputs) - {s.name for s in io.inputs})
+    if unused:
+        notes.append(f"arrays of the evaluation data that no input takes: {', '.join(unused)}")
+    for role, name in (("calibration", config.data.calibration), ("train", config.data.train)):
+        if name is None:
+            continue
+        other = {n: a for n, a in load_arrays(sweep.path(name), who=f"data.{role}").items() if n != LABELS}
+        if config.model.path is not None or role == "calibration":
+            plan_feeding(other, io, batch_size=1, who=f"data.{role}")
+        shared = len(_row_digests(inputs, io) & _row_digests(other, io))
+        if shared == count_rows(other) or shared > max(2, count_rows(inputs) // 20):
+            raise ConfigError(
+                f"data.{role}", f"{role} and evaluation data must not share examples", f"{shared} rows of {count_rows(inputs)} are the same in both",
+                "Scores on rows that a pass has seen promise too much.",
+            )  # fmt: skip
+        if shared:
+            notes.append(f"{shared} evaluation rows have the same content as a {role} row")
+    return notes
+
+
+def _row_digests(arrays: Mapping[str, NDArray[Any]], io: IoContract) -> set[bytes]:
+    """Digest of each row over the model's inputs."""
+    columns = [np.ascontiguousarray(arrays[s.name]) for s in io.inputs if s.name in arrays]
+    return {hashlib.sha1(b"".join(c[i].tobytes() for c in columns), usedforsecurity=False).digest() for i in range(count_rows(arrays))}
+
+
+def probe_provider(accelerator: AcceleratorSpec, folder: Path) -> None:
+    """Start a session on the execution provider in a child process; a listed provider is no proof. Raises `EnvironmentFault`."""
+    with StageRunner(("numpy", "onnx", "onnxruntime")) as runner:
+        outcome = runner.run("autotune.sweep.prepare:start_session", {"ep": accelerator.execution_provider}, folder=folder, limits=StageLimits(120.0))
+    if outcome.value is None or not outcome.value["started"]:
+        why = outcome.value["why"] if outcome.value else f"{outcome.cause}: {outcome.message}"
+        raise EnvironmentFault(
+            "target", f"a session must start on {accelerator.execution_provider}", why,
+            "Install the onnxruntime package that carries this execution provider, or choose another one; `autotune doctor` shows what starts here.",
+        )  # fmt: skip
+
+
+def start_session(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Stage: run a one-node model on an execution provider. Returns {started, why, providers}."""
+    import onnx
+    import onnxruntime as ort
+    from onnx import TensorProto, helper
+
+    from autotune.session import create_session
+
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 4]) for n in "xy")
+    proto = helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "probe", [x], [y]), opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(proto, "probe.onnx")
+    listed = list(ort.get_available_providers())
+    try:
+        session = create_session(Path("probe.onnx"), SessionSettings(execution_provider=args["ep"]))
+        session.run(None, {"x": np.ones((1, 4), np.float32)})
+    except EnvironmentFault as error:
+        return {"started": False, "why": error.got, "listed": listed}
+    except Exception as error:  # ONNX Runtime raises errors of its own kinds
+        return {"started": False, "why": str(error).splitlines()[0][:300], "listed": listed}
+    return {"started": True, "why": "", "listed": listed}

@@ -1,0 +1,181 @@
+"""Ray Tune runs the trials: one Tuner, a thin Searcher around ours, workers reused. The one module that runs Ray.
+
+No state of ours lives in Ray: the study and the trials' records on disk are the sweep, and a new Tuner takes up where they stand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+from ray.tune import FailureConfig, RunConfig, TuneConfig
+from ray.tune.search import Searcher
+
+from autotune.digest import canonical
+from autotune.errors import EnvironmentFault
+from autotune.pipeline import Pipeline
+from autotune.records import Cause, Status, TrialRecord
+from autotune.sweep.search import Asked, Search
+from autotune.target import effective_cpus
+from autotune.trial import TRIAL_FILE, TrialPlan, TrialRunner
+
+QUIET = {
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # a cluster of our own on loopback; no token file in the user's home
+    "RAY_worker_niceness": "0",  # workers run at nice 15 otherwise, and timings starve on a busy machine
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_TRAIN_ENABLE_V2_MIGRATION_WARNINGS": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # the sweep handles interrupts itself
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_GLOBAL_CHECKPOINT_S": "3600",
+    "TUNE_MAX_PENDING_TRIALS_PG": "1",
+}
+WORKER_FAILURES = 1  # a trial whose worker died is run once more
+
+OnTrial = Callable[[TrialRecord], None]
+
+
+class PointSearcher(Searcher):
+    """Hands our points to Ray and takes the ends of trials back. Never raises while Ray asks: that would end the sweep."""
+
+    def __init__(self, run: Path, search: Search, read_record: Callable[[int], TrialRecord | None], on_trial: OnTrial, may_start: Callable[[], bool]) -> None:
+        super().__init__(metric="number", mode="max")
+        self._run = run
+        self._search, self._read, self._on_trial, self._may_start = search, read_record, on_trial, may_start
+        self._running: dict[str, Asked] = {}
+        self.error: Exception | None = None
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+        """The next point as a Ray config, or FINISHED."""
+        asked = None
+        try:
+            if self.error is None and self._may_start():
+                asked = self._search.ask()
+        except Exception as error:  # kept, and raised once Ray has ended
+            self.error = error
+        if asked is None:
+            return str(Searcher.FINISHED)
+        self._running[trial_id] = asked
+        return {"run": str(self._run), "number": asked.number, "point": canonical(asked.point), "origin": asked.origin, "attempt": asked.attempt}
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Read the trial's record from disk and tell it; a trial without one lost its worker."""
+        asked = self._running.pop(trial_id, None)
+        if asked is None or self.error is not None:
+            return
+        try:
+            record = self._read(asked.number)
+            if record is None and asked.attempt <= WORKER_FAILURES:
+                self._search.again(asked)
+                return
+            if record is None:
+                record = TrialRecord(
+                    number=asked.number, point=asked.point, status=Status.FAILED, origin=asked.origin, cause=Cause.INFRA, stage="worker",
+                    message="the worker process died before the trial could write its record, twice", attempts=asked.attempt,
+                )  # fmt: skip
+            self._search.tell(record)
+            self._on_trial(record)
+        except Exception as failure:
+            self.error = failure
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing of ours is kept in Ray."""
+        Path(checkpoint_path).write_text("{}")
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing to restore: a sweep is resumed from its run folder."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+def run_point(config: dict[str, Any]) -> None:
+    """Run one trial in this Ray worker (in children of it) and report that its record is on disk."""
+    plan, pipeline, runner = _worker(Path(config["run"]))
+    runner.run(plan, pipeline, config["number"], json.loads(config["point"]), config["origin"], attempt=config["attempt"])
+    tune.report({"number": config["number"]})
+
+
+_kept: dict[Path, tuple[TrialPlan, Pipeline, TrialRunner]] = {}
+
+
+def _worker(run: Path) -> tuple[TrialPlan, Pipeline, TrialRunner]:
+    """Plan, pipeline and child servers of a run, made once per worker process."""
+    if run not in _kept:
+        plan = TrialPlan.load(run)
+        _kept[run] = (plan, Pipeline(plan.sweep, plan.facts), TrialRunner(run, plan.sweep))
+    return _kept[run]
+
+
+@contextlib.contextmanager
+def local_ray() -> Iterator[None]:
+    """Start Ray on this machine, quiet, without dashboard, on loopback; stop it at the end. A Ray that runs already is used as it is.
+
+    Raises `EnvironmentFault` when Ray can't start.
+    """
+    before = {k: os.environ.get(k) for k in QUIET}
+    os.environ.update(QUIET)
+    ours = not ray.is_initialized()
+    for name in ("ray", "ray.tune", "ray.train"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        if ours:
+            try:
+                ray.init(
+                    num_cpus=effective_cpus(), include_dashboard=False, log_to_driver=False, logging_level="CRITICAL",
+                    configure_logging=True, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20,
+                )  # fmt: skip
+            except Exception as error:  # Ray raises many kinds here
+                raise EnvironmentFault("ray", "Ray must start on this machine", str(error).splitlines()[0] if str(error) else repr(error)) from error
+        yield
+    finally:
+        if ours:
+            ray.shutdown()
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def run_trials(run: Path, search: Search, *, on_trial: OnTrial, may_start: Callable[[], bool], read_record: Callable[[int], TrialRecord | None]) -> None:
+    """Run trials until the search ends, `may_start` says no, or an interrupt comes. Raises what our own code raised inside."""
+    searcher = PointSearcher(run, search, read_record, on_trial, may_start)
+    tuner = tune.Tuner(
+        tune.with_resources(run_point, {"cpu": effective_cpus()}),
+        tune_config=TuneConfig(
+            search_alg=searcher, num_samples=-1, max_concurrent_trials=1, reuse_actors=True,
+            trial_name_creator=_trial_name, trial_dirname_creator=_trial_name,
+        ),
+        run_config=RunConfig(name="tune", storage_path=str(run / "ray"), verbose=0, failure_config=FailureConfig(max_failures=0)),
+    )  # fmt: skip
+    with local_ray():
+        tuner.fit()
+    if searcher.error is not None:
+        raise searcher.error
+
+
+def _trial_name(trial: Any) -> str:
+    """A short folder name: Ray's own holds all parameters, and grows beyond what file systems take."""
+    return str(trial.trial_id)
+
+
+def record_reader(run: Path) -> Callable[[int], TrialRecord | None]:
+    """Return a function that reads a trial's record from the run folder, None where there is none or half of one."""
+    def read(number: int) -> TrialRecord | None:
+        path = run / "trials" / f"t-{number:04d}" / TRIAL_FILE
+        try:
+            return TrialRecord.from_json(json.loads(path.read_text()))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    return read

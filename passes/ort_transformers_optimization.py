@@ -1,0 +1,177 @@
+"""OrtTransformersOptimization: fuse attention, layer normalization and GELU into ONNX Runtime's own operators.
+
+Source: ONNX Runtime documentation, "Transformers optimizer" (`onnxruntime.transformers.optimizer`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from autotune.errors import PassConfigError, PassError
+from autotune.model import MODEL_FILE, ONNXModelHandler, save_onnx
+from autotune.passes.base import ONNX, AcceleratorSpec, Pass, PassConfigParam, PassContract
+from autotune.passes.onnx_graph import (
+    drop_unused_domains,
+    initializer_names,
+    library_errors,
+    loads_at_every_level,
+    operator_counts,
+    quiet,
+    rename_new_initializers,
+    same_work,
+    sort_nodes,
+    unchanged,
+)
+from autotune.passes.registry import register
+from autotune.search_spaces.parameters import INACTIVE, Boolean, Categorical, Conditional, ConditionalDefault
+
+if TYPE_CHECKING:
+    import onnx
+
+WHO = "OrtTransformersOptimization"
+DETECTS_HEADS = ("bert", "t5", "swin", "vit", "clip")
+FUSIONS = {
+    "attention": "enable_attention", "layer_norm": "enable_layer_norm", "skip_layer_norm": "enable_skip_layer_norm",
+    "embed_layer_norm": "enable_embed_layer_norm", "gelu": "enable_gelu", "bias_gelu": "enable_bias_gelu",
+    "bias_skip_layer_norm": "enable_bias_skip_layer_norm", "gelu_approximation": "enable_gelu_approximation",
+}  # fmt: skip
+
+
+def _fusing(value: Any) -> ConditionalDefault:
+    return ConditionalDefault("only_onnxruntime", {False: value}, default=INACTIVE)
+
+
+def _fusion(default: bool, description: str, *, searched: bool = False) -> PassConfigParam:
+    choices = Boolean() if searched else Categorical([default])
+    return PassConfigParam(
+        type_=bool, default_value=_fusing(default), search_defaults=Conditional("only_onnxruntime", {False: choices}, default=INACTIVE),
+        description=description,
+    )  # fmt: skip
+
+
+@register
+class OrtTransformersOptimization(Pass):
+    """Fuse the patterns of transformers; the result runs on ONNX Runtime only."""
+
+    contract = PassContract(accepts=ONNX, returns=ONNX, min_opset=11, ep_dependent=True, version=1)
+
+    @classmethod
+    def _default_config(cls, accelerator_spec: AcceleratorSpec) -> dict[str, PassConfigParam]:
+        return {
+            "model_type": PassConfigParam(
+                type_=Literal["bert", "gpt2", "gpt_neox", "t5", "bart", "swin", "vit", "clip", "unet", "vae", "phi", "conformer"], default_value="bert",
+                search_defaults=Categorical(["bert"]),
+                description="family whose patterns are looked for; bert fits encoders and most models with plain attention",
+            ),
+            "num_heads": PassConfigParam(
+                type_=int, default_value=0, minimum=0, description="attention heads; 0 finds out from the graph (families bert, t5, swin, vit, clip)"
+            ),
+            "hidden_size": PassConfigParam(
+                type_=int, default_value=0, minimum=0, description="width of the hidden state; 0 finds out from the graph (same families)"
+            ),
+            "opt_level": PassConfigParam(
+                type_=Literal[0, 1, 2, 99], default_value=0, search_defaults=Categorical([0, 1]),
+                description="let ONNX Runtime optimize first: 0 not at all, 1 basic, 2 extended, 99 all. Basic helps some exports and hides the "
+                "patterns of others; 2 and 99 make a model for this kind of CPU only",
+            ),
+            "only_onnxruntime": PassConfigParam(
+                type_=bool, default_value=False, description="leave out the pattern fusions, do opt_level only (which must then be above 0)"
+            ),
+            "attention": _fusion(True, "fuse self-attention into one operator", searched=True),
+            "layer_norm": _fusion(True, "fuse layer normalization written out in parts"),
+            "skip_layer_norm": _fusion(True, "fuse residual additions into the layer normalization after them"),
+            "bias_skip_layer_norm": _fusion(True, "fuse a bias too into SkipLayerNormalization"),
+            "embed_layer_norm": _fusion(True, "fuse embedding look-ups with the layer normalization after them", searched=True),
+            "gelu": _fusion(True, "fuse GELU written out in parts"),
+            "bias_gelu": _fusion(True, "fuse a bias into the GELU after it"),
+            "gelu_approximation": _fusion(False, "replace GELU by its tanh form (FastGelu): other results"),
+            "use_raw_attention_mask": _fusion(
+                True, "keep the mask as it is given; otherwise it is read as a length, which is right only for inputs padded at the end"
+            ),
+            "use_multi_head_attention": _fusion(False, "write MultiHeadAttention instead of Attention, which merges the three projections"),
+            "float16": PassConfigParam(
+                type_=bool, default_value=False, description="convert to float16 afterwards, float32 inputs and outputs kept (slower on most CPUs)"
+            ),
+        }  # fmt: skip
+
+    @classmethod
+    def validate_config(cls, config: Mapping[str, Any], accelerator_spec: AcceleratorSpec) -> None:
+        """Refuse a config that does nothing, and families whose heads can't be counted from the graph."""
+        if config["only_onnxruntime"] and config["opt_level"] == 0:
+            raise PassConfigError(
+                cls.__name__, "only_onnxruntime needs an opt_level above 0", "opt_level=0", "Set opt_level to 1, or only_onnxruntime to false."
+            )
+        known = config["num_heads"] > 0 and config["hidden_size"] > 0
+        if not known and config["model_type"] not in DETECTS_HEADS and not config["only_onnxruntime"]:
+            raise PassConfigError(
+                cls.__name__, f"num_heads and hidden_size must be given for model_type {config['model_type']}",
+                f"num_heads={config['num_heads']}, hidden_size={config['hidden_size']}", f"They are found only for {', '.join(DETECTS_HEADS)}.",
+            )  # fmt: skip
+        if known and config["hidden_size"] % config["num_heads"]:
+            raise PassConfigError(
+                cls.__name__, "hidden_size must be a multiple of num_heads", f"hidden_size={config['hidden_size']}, num_heads={config['num_heads']}"
+            )
+
+    def _run_for_config(self, model: ONNXModelHandler, config: Mapping[str, Any], output_model_path: Path) -> ONNXModelHandler:
+        given = model.load()
+        before = operator_counts(given)
+        if self.accelerator_spec.accelerator_type == "gpu" and config["opt_level"] > 0:
+            self._refuse_missing_provider()
+        doing = "Set opt_level to 0 or 1, switch fusions off, or leave this pass out."
+        with library_errors(WHO, "the model must be one that ONNX Runtime's transformers optimizer takes", doing), quiet():
+            result, fused = self._fuse(given, config)
+        after = operator_counts(result)
+        # The optimizer counts what is there; a model that came with fused operators was not fused by it.
+        fused = {name: count for name, count in fused.items() if count > before.get(name, before.get(f"com.microsoft.{name}", 0))}
+        notes: dict[str, Any] = {
+            "operators_before": before, "operators_after": after, "nodes_before": sum(before.values()), "nodes_after": sum(after.values()),
+            "fused": fused, "portable": config["opt_level"] <= 1,
+        }  # fmt: skip
+        if same_work(given, result):
+            reason = f"no pattern of {config['model_type']} was found in the graph" if not config["only_onnxruntime"] else "nothing to optimize"
+            return unchanged(model, output_model_path, reason, notes=notes)
+        if self.accelerator_spec.execution_provider == "CPUExecutionProvider":
+            with library_errors(WHO, "the fused model must load", doing):
+                loads_at_every_level(result)
+        return model.written(output_model_path, proto=result, notes={**notes, "changed": True})
+
+    def _refuse_missing_provider(self) -> None:
+        import onnxruntime as ort
+
+        wanted = self.accelerator_spec.execution_provider
+        if wanted not in ort.get_available_providers():
+            raise PassError(WHO, f"opt_level above 0 needs {wanted}", "an ONNX Runtime without it", "Set opt_level to 0.")
+
+    def _fuse(self, given: onnx.ModelProto, config: Mapping[str, Any]) -> tuple[onnx.ModelProto, dict[str, int]]:
+        from onnxruntime.transformers.fusion_options import FusionOptions
+        from onnxruntime.transformers.optimizer import optimize_model
+
+        options = FusionOptions(config["model_type"])
+        for name, attribute in FUSIONS.items():
+            if name in config:
+                setattr(options, attribute, config[name])
+        options.use_multi_head_attention = config.get("use_multi_head_attention", False)
+        if config.get("use_raw_attention_mask", True):
+            options.use_raw_attention_mask(True)
+        known = initializer_names(given)
+        with tempfile.TemporaryDirectory(prefix="autotune-fuse-") as name:
+            path = Path(name, MODEL_FILE)
+            copied = type(given)()
+            copied.CopyFrom(given)
+            save_onnx(copied, path)
+            fused = optimize_model(
+                str(path), model_type=config["model_type"], num_heads=config["num_heads"], hidden_size=config["hidden_size"],
+                optimization_options=options, opt_level=config["opt_level"], only_onnxruntime=config["only_onnxruntime"],
+                use_gpu=self.accelerator_spec.accelerator_type == "gpu",
+            )  # fmt: skip
+            counts = {k: int(v) for k, v in fused.get_fused_operator_statistics().items() if v}
+            if config["float16"]:
+                fused.convert_float_to_float16(keep_io_types=True)
+            result: onnx.ModelProto = fused.model
+        sort_nodes(result.graph)
+        rename_new_initializers(result, known)
+        drop_unused_domains(result)
+        return result, dict(sorted(counts.items()))
