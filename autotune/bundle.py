@@ -28,7 +28,7 @@ SCHEMA = "bundle/1.0"
 SAMPLES = 4
 ANYWHERE, SAME_MACHINE_CLASS = "any", "same machine class"
 
-README = '''# {id}
+README = """# {id}
 
 {verdict}
 
@@ -38,7 +38,8 @@ Run it (onnxruntime and numpy; from this folder):
 import json, numpy as np, onnxruntime as ort
 s, o = json.load(open("session.json")), ort.SessionOptions()
 for k in ("intra_op_num_threads", "inter_op_num_threads", "enable_cpu_mem_arena", "enable_mem_pattern"): setattr(o, k, s[k])
-o.execution_mode, o.graph_optimization_level = getattr(ort.ExecutionMode, s["ort_execution_mode"]), getattr(ort.GraphOptimizationLevel, s["ort_graph_optimization_level"])
+o.execution_mode = getattr(ort.ExecutionMode, s["ort_execution_mode"])
+o.graph_optimization_level = getattr(ort.GraphOptimizationLevel, s["ort_graph_optimization_level"])
 for k, v in s["config_entries"].items(): o.add_session_config_entry(k, v)
 session = ort.InferenceSession("model/model.onnx", o, providers=[(p, dict(x)) for p, x in s["providers"]])
 print(session.run(None, dict(np.load("sample/inputs_0.npz"))))
@@ -47,7 +48,7 @@ print(session.run(None, dict(np.load("sample/inputs_0.npz"))))
 Files: `bundle.json` what this is and the SHA-256 of every file; `model/` the model; `session.json` session settings with their
 read-back; `io.json` inputs and outputs; `recipe.yaml` the passes with every parameter; `evidence/` raw samples behind each number;
 `env.json` the machine and versions; `sample/` inputs with expected outputs. `autotune verify FOLDER` checks all of it.
-'''
+"""
 
 
 def make_samples(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +105,9 @@ def write_bundle(
         shutil.copyfile(model.folder / name, target)
     copied = digest_of({n: digest_file(building / "model" / n) for n in files_under(building / "model")})
     if copied != model_digest:
-        raise VerificationError("bundle", "the delivered model must be byte for byte the model measured", f"digest {copied[:12]}, measured {model_digest[:12]}")
+        raise VerificationError(
+            "bundle", "the delivered model must be byte for byte the model measured", f"digest {copied[:12]}, measured {model_digest[:12]}"
+        )
     args = {
         "model_folder": str(building / "model"), "session": model.session.to_json(), "data": str(data), "rows": list(rows),
         "batch_size": batch_size, "out": str(building / "sample"),
@@ -134,9 +137,12 @@ def write_bundle(
     }  # fmt: skip
     content["self"] = digest_of(content)
     write_durably(building / BUNDLE_FILE, dump_json(content))
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(folder)
+        folder.rename(old)
     building.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
     return content
 
 
@@ -162,9 +168,7 @@ def _file_facts(folder: Path, name: str) -> dict[str, Any]:
 
 def model_card(summary: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
     """A short model card in Markdown: what, how well, how made, limits."""
-    rows = "\n".join(
-        f"| {name} | {_number(value)} | {_number(summary['baseline'].get(name))} |" for name, value in summary["metrics"].items()
-    )
+    rows = "\n".join(f"| {name} | {_number(value)} | {_number(summary['baseline'].get(name))} |" for name, value in summary["metrics"].items())
     passes = "\n".join(f"{i}. {s['pass']}" for i, s in enumerate(recipe["passes"], 1)) or "none: this is the untouched model"
     return f"""# Model card
 
@@ -242,7 +246,9 @@ def verify_bundle(folder: Path) -> list[Check]:
     """
     path = folder / BUNDLE_FILE
     if not path.is_file():
-        raise VerificationError("verify", f"a bundle must hold {BUNDLE_FILE}", f"none in {folder}", "Give the bundle's folder, such as RUN/best.bundle.")
+        raise VerificationError(
+            "verify", f"a bundle must hold {BUNDLE_FILE}", f"none in {folder}", "Give the bundle's folder, such as RUN/best.bundle."
+        )
     raw = path.read_bytes()
     try:
         content = json.loads(raw)
@@ -299,7 +305,19 @@ def _check_running(folder: Path, samples: int) -> list[Check]:
     else:
         checks.append(Check("settings", "ok", "read back from the live session as written"))
     if session["tuned_on_cpus"] != here.effective_cpus:
-        checks.append(Check("machine", "warning", f"tuned on {session['tuned_on_cpus']} CPUs, here are {here.effective_cpus}: thread counts may not fit; measure again"))
+        checks.append(
+            Check(
+                "machine",
+                "warning",
+                f"tuned on {session['tuned_on_cpus']} CPUs, here are {here.effective_cpus}: thread counts may not fit; measure again",
+            )
+        )
     elif not same_machine:
-        checks.append(Check("machine", "warning", f"measured on {env['cpu_model']} with onnxruntime {env['versions'].get('onnxruntime')}: latency will differ here"))
+        checks.append(
+            Check(
+                "machine",
+                "warning",
+                f"measured on {env['cpu_model']} with onnxruntime {env['versions'].get('onnxruntime')}: latency will differ here",
+            )
+        )
     return checks

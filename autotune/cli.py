@@ -43,7 +43,11 @@ class Commands(click.Group):
             if os.environ.get("AUTOTUNE_DEBUG"):
                 raise
             where = traceback.extract_tb(error.__traceback__)[-1]
-            click.echo(f"internal error: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno}). This is a mistake in autotune, not yours; AUTOTUNE_DEBUG=1 shows more.", err=True)
+            click.echo(
+                f"internal error: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno}). "
+                "This is a mistake in autotune, not yours; AUTOTUNE_DEBUG=1 shows more.",
+                err=True,
+            )
             sys.exit(1)
 
 
@@ -104,7 +108,9 @@ def _load(sweep: Path | None, given: dict[str, Any]) -> tuple[Any, list[str]]:
         names = {"eval_path": "eval", "calib": "calibration", "time_limit": "time"}
         return sweep_from(Shortcut(**{names.get(k, k): v for k, v in said.items()}))
     if given["model"] is not None or given["eval_path"] is not None or given["calib"] is not None:
-        raise ConfigError("run", "model and data stand in the sweep file when there is one", "both", "Leave out --model, --eval and --calib, or the file.")
+        raise ConfigError(
+            "run", "model and data stand in the sweep file when there is one", "both", "Leave out --model, --eval and --calib, or the file."
+        )
     loaded = load_sweep(sweep)
     data = loaded.config.to_json()
     places = {
@@ -123,7 +129,13 @@ def _load(sweep: Path | None, given: dict[str, Any]) -> tuple[Any, list[str]]:
 
 @main.command()
 @_sweep_options
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/latest"), show_default=True, help="The run folder; an earlier run of the same sweep is resumed.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("runs/latest"),
+    show_default=True,
+    help="The run folder; an earlier run of the same sweep is resumed.",
+)
 @click.option("--fresh", is_flag=True, help="Throw away what an earlier run left in --out.")
 @_json_option
 def run(sweep: Path | None, out: Path, fresh: bool, as_json: bool, **given: Any) -> None:

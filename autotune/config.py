@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from autotune.errors import ConfigError, nearest
 from autotune.target import ACCELERATOR_OF, SHORT_PROVIDER_NAMES, Target, effective_cpus
 
-SCHEMA = 1
 _DURATION = {"s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _SIZE = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -51,7 +50,7 @@ class DataSection(_Section):
 class TargetSection(_Section):
     """Where the model shall run."""
 
-    ep: str = "cpu"
+    ep: str = "CPUExecutionProvider"
     threads: int | None = Field(None, ge=1, description="threads of one run; not given: all that this process may use, and searchable")
     batch_size: int = Field(1, ge=1, description="examples in one run")
 
@@ -153,7 +152,7 @@ class MeasureSection(_Section):
 class SweepConfig(_Section):
     """Everything a sweep is told. Paths are relative to the sweep file."""
 
-    schema_: Literal[1] = Field(SCHEMA, alias="schema")
+    schema_: Literal[1] = Field(1, alias="schema")
     model: ModelSection
     data: DataSection
     metric: str
@@ -258,7 +257,12 @@ def _config_error(error: ValidationError, source: str, lines: Mapping[tuple[Any,
     path = ".".join(str(p) for p in location) or "sweep"
     if first["type"] == "extra_forbidden":
         known = _fields_at(location[:-1])
-        return ConfigError(where, f"keys of {'.'.join(map(str, location[:-1])) or 'the sweep file'} must be known", repr(location[-1]), nearest(str(location[-1]), known))
+        return ConfigError(
+            where,
+            f"keys of {'.'.join(map(str, location[:-1])) or 'the sweep file'} must be known",
+            repr(location[-1]),
+            nearest(str(location[-1]), known),
+        )
     if first["type"] == "missing":
         return ConfigError(where, f"{path} must be given", "nothing")
     message = first["msg"].removeprefix("Value error, ")

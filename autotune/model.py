@@ -344,6 +344,10 @@ def ingest_onnx(source: Path, folder: Path) -> ONNXModelHandler:
             raise ConfigError(
                 "model", "external data must lie inside the model's folder", f"{location!r}", "Save the model again with relative data paths."
             )
+        if relative == Path(MODEL_FILE):  # the model itself takes this name in its new folder
+            raise ConfigError(
+                "model", f"external data can't be named {MODEL_FILE}", f"{location!r}", "Save the model again with another data file name."
+            )
         home = next((h for h in homes if (h / relative).is_file()), None)
         if home is None:
             raise ConfigError("model", "every external data file must be there", f"no {location!r} beside {source.name}")

@@ -17,7 +17,9 @@ from autotune.search_spaces.parameters import Categorical, Conditional, Conditio
 from autotune.search_spaces.space import Alternative, Point, Rule, Slot, Space, compile_space, point_key, walk
 from autotune.target import Target
 
-QUANTIZED_OPERATORS = frozenset({"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger", "DynamicQuantizeLinear"})
+QUANTIZED_OPERATORS = frozenset(
+    {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger", "DynamicQuantizeLinear"}
+)
 
 
 @dataclass(frozen=True)
@@ -115,19 +117,23 @@ class Pipeline:
         """The user's values, paths made absolute, callables made names (a child process fetches them by name)."""
         table = pass_class.default_config(self.target.accelerator)
         values: dict[str, Any] = {}
-        for name, value in params.items():
-            row = table.get(name)
-            if row is not None and row.category in (ParamCategory.PATH, ParamCategory.DATA) and isinstance(value, str) and value != "SEARCH":
-                path = self.sweep.path(value)
-                if not path.exists():
-                    raise ConfigError(
-                        f"{pass_class.__name__}.{name}", "the path must exist", value, nearest(path.name, [p.name for p in path.parent.glob("*")])
-                    )
-                value = str(path)
-            if row is not None and row.category is ParamCategory.OBJECT:
-                value = self._named(pass_class, name, value)
-            values[name] = SEARCH if isinstance(value, str) and value == "SEARCH" else value
+        for name, given in params.items():
+            category = table[name].category if name in table else ParamCategory.NONE
+            if isinstance(given, str) and given == "SEARCH":
+                values[name] = SEARCH
+            elif isinstance(given, str) and category in (ParamCategory.PATH, ParamCategory.DATA):
+                values[name] = str(self._existing(f"{pass_class.__name__}.{name}", given))
+            elif category is ParamCategory.OBJECT:
+                values[name] = self._named(pass_class, name, given)
+            else:
+                values[name] = given
         return values
+
+    def _existing(self, who: str, name: str) -> Path:
+        path = self.sweep.path(name)
+        if not path.exists():
+            raise ConfigError(who, "the path must exist", name, nearest(path.name, [p.name for p in path.parent.glob("*")]))
+        return path
 
     def _named(self, pass_class: type[Pass], name: str, value: Any) -> Any:
         if isinstance(value, str):
@@ -157,7 +163,11 @@ class Pipeline:
         return {
             name: parameter
             for name, parameter in parameters.items()
-            if name in user or name in watched or isinstance(parameter, Conditional) or len(parameter.values) > 1 or not same(parameter.values[0], table[name].default_value)
+            if name in user
+            or name in watched
+            or isinstance(parameter, Conditional)
+            or len(parameter.values) > 1
+            or not same(parameter.values[0], table[name].default_value)
         }
 
     def _fix_threads(self, pass_class: type[Pass], user: Mapping[str, Any], parameters: dict[str, Parameter]) -> None:
@@ -223,7 +233,7 @@ class Pipeline:
 
     def untouched_point(self) -> Point | None:
         """The point that leaves every optional slot out, or None when a slot that changes the model must be filled."""
-        wanted: dict[str, Any] = {s: None for s in self.slots}
+        wanted: dict[str, Any] = dict.fromkeys(self.slots)
         point = walk(self.space, self._choose(wanted))
         steps = [s for s in self.steps(point) if not self._harmless(s)]
         return point if not steps else None
@@ -231,7 +241,7 @@ class Pipeline:
     def _harmless(self, step: Step) -> bool:
         """Conversion makes the baseline of a torch model, and session tuning at its defaults changes nothing."""
         contract = self.classes[step.pass_name].contract
-        return contract.accepts == PYTORCH and contract.returns == ONNX or contract.session_only
+        return (contract.accepts == PYTORCH and contract.returns == ONNX) or contract.session_only
 
     def start_points(self) -> list[Point]:
         """The user's starting points, completed by defaults. Raises `ConfigError` for names or values that the space doesn't have."""
@@ -239,7 +249,9 @@ class Pipeline:
         for number, part in enumerate(self.sweep.config.search.start):
             for name, value in part.items():
                 if name not in self.space.variables:
-                    raise ConfigError(f"search.start.{number}", "names must be variables of the space", repr(name), nearest(name, self.space.variables))
+                    raise ConfigError(
+                        f"search.start.{number}", "names must be variables of the space", repr(name), nearest(name, self.space.variables)
+                    )
                 if not any(same(value, c) for c in self.space.choices(name)):
                     shown = ", ".join(map(repr, self.space.choices(name)))
                     raise ConfigError(f"search.start.{number}", f"{name} must be one of {shown}", repr(value))
@@ -288,11 +300,12 @@ class Pipeline:
         return found
 
     def changed_from_default(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of a point that differs from its pass's defaults: what makes it special, for people."""
+        """The searched values of a point that differ from its passes' defaults: what makes it special, for people."""
         taken: dict[str, Any] = {}
         changed = {}
         for name, value in point.items():
-            if "." in name and not same(value, self._default_of(name, taken)):
+            searched = "." in name and len(self.space.choices(name)) > 1
+            if searched and not same(value, self._default_of(name, taken)):
                 changed[name] = value
             taken[name] = value
         return changed

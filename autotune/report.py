@@ -94,8 +94,9 @@ class _Page:
         self.by_id = {r.id: r for r in records}
         self.baseline = _metrics((summary.get("baseline") or {}).get("metrics"))
         self.best: Mapping[str, Any] = summary.get("best") or {}
-        self.score = str(summary.get("score") or "") or next(
-            (n for n, m in self.baseline.items() if kind_of(m.unit) in ("share", "plain") and n not in ("latency", "size")), ""
+        named = (str(summary.get(key) or "") for key in ("score", "metric"))
+        self.score = next((n for n in named if n in self.baseline), "") or next(
+            (n for n, m in self.baseline.items() if kind_of(m.unit) in ("share", "plain")), ""
         )
         self.names = [n for n in ("latency", self.score, "size") if n in self.baseline]
         self.out: list[str] = []
@@ -345,6 +346,10 @@ class _Page:
         cpus = found.get("effective_cpus")
         machine = [str(found.get("cpu_model", "")), f"{cpus} CPUs" if cpus else "", " ".join(found.get("cpu_flags") or ())]
         self.say(", ".join(m for m in machine if m), indent="  ", hang="  ")
+        target: Mapping[str, Any] = self.summary.get("target") or {}
+        asked = [str(target.get("ep", "")), f"threads: {target['threads']}" if target.get("threads") else ""]
+        asked += [f"batch size {target['batch_size']}" if target.get("batch_size") else ""]
+        self.say(", ".join(a for a in asked if a), indent="  ", hang="  ")
         system = [str(found.get("platform", "")), f"governor {found['governor']}" if found.get("governor") else ""]
         system += [f"Python {found['python']}" if found.get("python") else ""]
         self.say(", ".join(m for m in system if m), indent="  ", hang="  ")

@@ -38,7 +38,14 @@ LOG_FILE = "log.txt"
 KEPT_OUTPUT_BYTES = 64 * 1024  # of what a stage prints: the last part
 GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
-_OUT_OF_MEMORY_WORDS = ("bad_alloc", "failed to allocate", "can't allocate memory", "cannot allocate memory", "not enough memory", "unable to allocate")
+_OUT_OF_MEMORY_WORDS = (
+    "bad_alloc",
+    "failed to allocate",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "unable to allocate",
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,9 @@ class StageRunner:
             if self._process.poll() is not None and self._process.stderr is not None:
                 error = self._process.stderr.read()[-2000:]
             self.close()
-            raise EnvironmentFault("stages", "the server of child processes must start", error.decode(errors="replace").strip() or "no answer in 120 s")
+            raise EnvironmentFault(
+                "stages", "the server of child processes must start", error.decode(errors="replace").strip() or "no answer in 120 s"
+            )
 
     def run(self, function: str, args: Mapping[str, Any], *, folder: Path, limits: StageLimits) -> StageOutcome:
         """Run one stage to its end in `folder` (made if missing; also the child's working directory) and say how it ended.

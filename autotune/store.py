@@ -60,7 +60,9 @@ class Store:
         data = handler.to_json()
         data["folder"] = ""  # where it stands is the store's business
         digest = digest_of(files_digest(files))
-        write_durably(place / ENTRY_FILE, dump_json({"format": FORMAT, "key": key, "digest": digest, "files": files, "handler": data, "facts": facts}))
+        write_durably(
+            place / ENTRY_FILE, dump_json({"format": FORMAT, "key": key, "digest": digest, "files": files, "handler": data, "facts": facts})
+        )
         final = self._entry(key)
         final.parent.mkdir(exist_ok=True)
         with contextlib.suppress(OSError):  # another builder was first: its entry is as good

@@ -105,7 +105,8 @@ DISTRIBUTIONS = ("passtune", "onnxruntime", "onnx", "numpy", "torch", "optuna", 
 
 def surroundings() -> Surroundings:
     """Read the machine and the installed versions; costs a few milliseconds and imports none of the libraries named."""
-    model, flags = "unknown", ()
+    model = "unknown"
+    flags: tuple[str, ...] = ()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")

@@ -14,6 +14,7 @@ import numpy as np
 
 from autotune.benchmarks.lane import lane
 from autotune.benchmarks.stages import OUTPUTS_FILE
+from autotune.benchmarks.statistics import runs_needed
 from autotune.config import LoadedSweep, parse_sweep, seconds, size_bytes
 from autotune.constraints import Constraint, Verdict, feasible, judge_all, parse_constraint, violation
 from autotune.digest import digest_of, digest_tree, dump_json, write_durably
@@ -158,41 +159,50 @@ class TrialRunner:
         """Take a pass's result from the store, or run the pass in a child and put it there. Raises `StageFailed`."""
         started = time.monotonic()
         pass_class = get_pass(step.pass_name)
-        facts = self._key_facts(step, model, parent_digest)
-        key = self.store.key(facts)
-        artifact = self.store.find(key)
-        if artifact is None:
+        if pass_class.contract.session_only and isinstance(model, ONNXModelHandler):
+            # The files stay: nothing is stored, and no copy of a large model is kept for each setting.
             place = self.store.place()
             try:
-                args = {
-                    "pass": step.pass_name, "config": dict(step.config), "model": model.to_json(), "out": str(place / FILES),
-                    "accelerator": [self.sweep.target.accelerator_type, self.sweep.target.execution_provider],
-                    "script": self._script(), "seed": self.sweep.config.seed,
-                }  # fmt: skip
-                torch = PYTORCH in (pass_class.contract.accepts, pass_class.contract.returns)
-                value = self._value(step.slot, self.stage("autotune.trial:run_pass", args, folder, torch=torch))
-                artifact = self.store.publish(key, place, handler_from_json(value["model"]), facts=facts)
+                changed = self._run_pass(step, model, place, folder)
             finally:
                 shutil.rmtree(place, ignore_errors=True)
+            artifact = Artifact(key="", handler=replace(model.with_session(changed.session), notes=changed.notes), digest=parent_digest, cached=False)
+        else:
+            artifact = self._stored(step, model, parent_digest, folder)
         record = StageRecord(
             name=step.slot, seconds=time.monotonic() - started, cached=artifact.cached, pass_name=step.pass_name,
             digest=artifact.digest, notes=dict(artifact.handler.notes),
         )  # fmt: skip
         return artifact, record
 
+    def _stored(self, step: Step, model: ModelHandler, parent_digest: str, folder: Path) -> Artifact:
+        facts = self._key_facts(step, model, parent_digest)
+        key = self.store.key(facts)
+        artifact = self.store.find(key)
+        if artifact is None:
+            place = self.store.place()
+            try:
+                artifact = self.store.publish(key, place, self._run_pass(step, model, place, folder), facts=facts)
+            finally:
+                shutil.rmtree(place, ignore_errors=True)
+        return artifact
+
+    def _run_pass(self, step: Step, model: ModelHandler, place: Path, folder: Path) -> ModelHandler:
+        """Run a pass in a child, into `place`."""
+        contract = get_pass(step.pass_name).contract
+        target = self.sweep.target
+        args = {
+            "pass": step.pass_name, "config": dict(step.config), "model": model.to_json(), "out": str(place / FILES),
+            "accelerator": [target.accelerator_type, target.execution_provider], "script": self._script(),
+        }  # fmt: skip
+        outcome = self.stage("autotune.trial:run_pass", args, folder, torch=PYTORCH in (contract.accepts, contract.returns))
+        return handler_from_json(self._value(step.slot, outcome)["model"])
+
     def _key_facts(self, step: Step, model: ModelHandler, parent_digest: str) -> dict[str, Any]:
         """Everything that can change what a pass makes."""
         pass_class = get_pass(step.pass_name)
         table = pass_class.default_config(self.sweep.target.accelerator)
-        config = {}
-        for name, value in step.config.items():
-            category = table[name].category
-            if value is not None and category in (ParamCategory.DATA, ParamCategory.PATH):
-                value = {"content": self._digest(str(value))}
-            elif isinstance(value, str) and category is ParamCategory.OBJECT:
-                script = value.rpartition(":")[0] or self._script()
-                value = {"object": value.rpartition(":")[2], "script": self._digest(script) if script else ""}
-            config[name] = value
+        config = {name: self._content(table[name].category, value) for name, value in step.config.items()}
         facts = {
             "parent": parent_digest, "session": model.session.to_json(), "pass": step.pass_name, "version": pass_class.contract.version,
             "config": config, "libraries": library_versions(), "ort_variables": self._surroundings.ort_variables, "seed": self.sweep.config.seed,
@@ -203,6 +213,15 @@ class TrialRunner:
             facts["ep"] = self.sweep.target.execution_provider
             facts["cpu"] = [self._surroundings.cpu_model, *self._surroundings.cpu_flags]
         return facts
+
+    def _content(self, category: ParamCategory, value: Any) -> Any:
+        """A config value by what it stands for: files by their bytes, objects by name and the bytes of their script."""
+        if value is not None and category in (ParamCategory.DATA, ParamCategory.PATH):
+            return {"content": self._digest(str(value))}
+        if isinstance(value, str) and category is ParamCategory.OBJECT:
+            script = value.rpartition(":")[0] or self._script()
+            return {"object": value.rpartition(":")[2], "script": self._digest(script) if script else ""}
+        return value
 
     def _digest(self, path: str) -> str:
         if path not in self._data_digests:
@@ -233,17 +252,31 @@ class TrialRunner:
         return MetricValue.from_json(value["metric"])
 
     def latency(
-        self, model: ONNXModelHandler, baseline: ONNXModelHandler | None, data: Path, rows: Sequence[int], folder: Path, *, seed: int, final: bool = False
+        self,
+        model: ONNXModelHandler,
+        baseline: ONNXModelHandler | None,
+        data: Path,
+        rows: Sequence[int],
+        folder: Path,
+        *,
+        seed: int,
+        final: bool = False,
     ) -> tuple[dict[str, MetricValue], dict[str, Any]]:
         """Time a model against the baseline, alone on the lane. Raises `StageFailed`."""
         measure = self.sweep.config.measure
-        protocol = {"max_time_ns": int(seconds(measure.final_time if final else measure.max_time) * 1e9), "ratio_width": measure.ratio_width}
+        limit = seconds(measure.final_time if final else measure.max_time)
+        protocol = {"max_time_ns": int(limit * 1e9), "ratio_width": measure.ratio_width, "min_runs": self._runs_wanted()}
         args = {
             "model": model.to_json(), "baseline": baseline.to_json() if baseline else None, "data": str(data), "rows": list(rows)[:64],
             "batch_size": self.sweep.target.batch_size, "protocol": protocol, "seed": seed, "out": str(folder),
         }  # fmt: skip
         value = self._value("latency", self.stage("autotune.benchmarks.stages:latency", args, folder, exclusive=True))
         return {k: MetricValue.from_json(v) for k, v in value["metrics"].items()}, value
+
+    def _runs_wanted(self) -> int:
+        """Runs that the percentiles of the sweep's limits and objectives need; what p90 needs at least."""
+        texts = [*self.sweep.config.constraints, *self.sweep.config.objectives]
+        return max([runs_needed(0.9), *(runs_needed(q) for name, q in (("p95", 0.95), ("p99", 0.99)) if any(name in t for t in texts))])
 
     # ------------------------------------------------------------------ trials
 
@@ -265,7 +298,9 @@ class TrialRunner:
 
     def _measured(self, plan: TrialPlan, pipeline: Pipeline, record: TrialRecord, folder: Path, stages: list[StageRecord]) -> TrialRecord:
         if not record.point:  # the untouched model, in a space that has no such point
-            record = replace(record, model_digest=plan.baseline.digest, session=plan.baseline.session.to_json(), unchanged="nothing was done to the model")
+            record = replace(
+                record, model_digest=plan.baseline.digest, session=plan.baseline.session.to_json(), unchanged="nothing was done to the model"
+            )
             return self.judged(plan, replace(record, metrics=dict(plan.baseline_metrics)))
         model = plan.input_model
         digest = model.digest
@@ -332,7 +367,13 @@ class TrialRunner:
         """Judge a measured record by the sweep's constraints: ok, infeasible or undecided, with each verdict."""
         judgements = judge_all(sweep_constraints(plan), record.metrics, plan.baseline_metrics)
         verdicts = {j.verdict for j in judgements}
-        status = Status.INFEASIBLE if Verdict.VIOLATED in verdicts else Status.OK if feasible(judgements, strict=plan.sweep.config.strict) else Status.UNDECIDED
+        status = (
+            Status.INFEASIBLE
+            if Verdict.VIOLATED in verdicts
+            else Status.OK
+            if feasible(judgements, strict=plan.sweep.config.strict)
+            else Status.UNDECIDED
+        )
         return replace(record, status=status, constraints=tuple({**j.to_json(), "violation": violation(j)} for j in judgements))
 
 
@@ -344,7 +385,9 @@ def size_metrics(model: ONNXModelHandler, checked: Mapping[str, Any], baseline: 
             continue
         reference = baseline[name].value if name in baseline else float(value)
         ratio = Interval.exactly(float(value) / reference) if reference else None
-        found[name] = MetricValue(float(value), float(value), float(value), unit="bytes", ratio=ratio, delta=Interval.exactly(float(value) - reference), samples=1)
+        found[name] = MetricValue(
+            float(value), float(value), float(value), unit="bytes", ratio=ratio, delta=Interval.exactly(float(value) - reference), samples=1
+        )
     return found
 
 
@@ -363,7 +406,8 @@ def sweep_constraints(plan: TrialPlan) -> list[Constraint]:
     """Parse the sweep's constraints; `score` stands for the accuracy metric, whatever its name. Raises `ConfigError`."""
     direction = {plan.metric_name: plan.higher_is_better}
     return [
-        parse_constraint(text, metrics=metric_units(plan), score=plan.metric_name, higher_is_better=direction) for text in plan.sweep.config.constraints
+        parse_constraint(text, metrics=metric_units(plan), score=plan.metric_name, higher_is_better=direction)
+        for text in plan.sweep.config.constraints
     ]
 
 

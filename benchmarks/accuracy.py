@@ -164,7 +164,7 @@ def _examples(outputs: Outputs, reference: Labels) -> int:
 def compare_features(metric: Metric, candidate: Features, baseline: Features | None, *, seed: int) -> MetricValue:
     """Do the comparison of `compare` from features.
 
-    Scores of 0 and 1: Wilson's interval, Tango's for the difference, and the ratio that follows from it for the baseline as measured.
+    Right and wrong answers: Wilson's interval, Tango's for the difference, and the ratio that follows from it for the baseline as measured.
     Other scores per example: Student's t, paired, and Fieller's ratio. One number from a set: paired percentile bootstrap by example.
     """
     scores = metric.per_example(candidate)
@@ -176,7 +176,7 @@ def compare_features(metric: Metric, candidate: Features, baseline: Features | N
     if not np.isfinite(scores).all():
         raise NotFiniteScore(metric.name, "scores must be finite numbers", f"{int((~np.isfinite(scores)).sum())} of {len(scores)} that are not")
     count = len(scores)
-    if np.isin(scores, (0, 1)).all() and (other is None or np.isin(other, (0, 1)).all()):
+    if metric.right_or_wrong and np.isin(scores, (0, 1)).all() and (other is None or np.isin(other, (0, 1)).all()):
         own = statistics.wilson_interval(float(scores.sum()), count)
         delta = ratio = None
         if other is not None:

@@ -6,7 +6,6 @@ the paired comparison with the baseline, and its resampling by example, need no 
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +69,7 @@ class Metric:
     kind: str = "mean"
     reference: str = "labels"
     square_labels: bool = False  # labels are example by example
+    right_or_wrong: bool = False  # scores that are all 0 or 1 count right answers, and are judged as proportions
 
     def features(self, outputs: Outputs, labels: Labels, examples: int) -> Features:
         """Turn stacked outputs into features.
@@ -217,6 +217,10 @@ def _accuracy(who: str, outputs: Outputs, labels: Array, examples: int, *, top: 
     return Features((right.sum(1) / np.maximum(counted.sum(1), 1),))
 
 
+def _top_5(who: str, outputs: Outputs, labels: Array, examples: int) -> Features:
+    return _accuracy(who, outputs, labels, examples, top=5)
+
+
 def _mse(who: str, outputs: Outputs, labels: Array, examples: int) -> Features:
     """Mean of the squared differences over the elements of each example; what padding left open counts as 0."""
     name = _need(who, _mse_uses(outputs, labels, examples), f"a float output as large as the labels, {list(labels.shape)}", outputs)
@@ -341,7 +345,8 @@ def _pearson(who: str, outputs: Outputs, labels: Array, examples: int) -> Featur
 def _pearson_value(features: Features, rows: NDArray[np.int64]) -> float:
     """Correlation over all pairs of different examples; a pair of an example with itself, as resampling makes them, is left out."""
     first, second = np.triu_indices(len(rows), 1)
-    a, b = rows[first], rows[second]
+    # Above the diagonal, whatever order the rows come in: labels need not be the same below it.
+    a, b = np.minimum(rows[first], rows[second]), np.maximum(rows[first], rows[second])
     a, b = a[a != b], b[a != b]
     x, y = (column[a, b] for column in features.columns)
     if len(x) < 2:
@@ -489,13 +494,11 @@ class _UserValue:
 
 # Names ----------------------------------------------------------------------------------------------------------------------
 
-_top_5 = functools.partial(_accuracy, top=5)
-
 BUILT_IN: Mapping[str, Metric] = {
     m.name: m
     for m in (
-        Metric("accuracy", _accuracy, check=_class_labels, used=_accuracy_uses, unit="share"),
-        Metric("top5", _top_5, check=_class_labels, used=_accuracy_uses, unit="share"),
+        Metric("accuracy", _accuracy, check=_class_labels, used=_accuracy_uses, unit="share", right_or_wrong=True),
+        Metric("top5", _top_5, check=_class_labels, used=_accuracy_uses, unit="share", right_or_wrong=True),
         Metric("mse", _mse, check=_numbers, used=_mse_uses, higher_is_better=False),
         Metric("cosine", _cosine, unit="share", reference="baseline"),
         Metric("roc_auc", _roc_auc, _roc_auc_value, check=_two_classes, used=_roc_auc_uses, unit="share", kind="set"),
@@ -530,7 +533,14 @@ def get_metric(name: str, *, root: Path | None = None) -> Metric:
         if unit not in ("", "share"):
             raise ConfigError("metric", f"{function}.unit must be 'share' or ''", repr(unit))
         return Metric(
-            function, _UserFeatures(user), _UserValue(function, user), higher_is_better=higher, unit=unit, kind="found", reference="optional"
+            function,
+            _UserFeatures(user),
+            _UserValue(function, user),
+            higher_is_better=higher,
+            unit=unit,
+            kind="found",
+            reference="optional",
+            right_or_wrong=True,
         )
     words = re.sub(r"[\s_\-]+", " ", name.strip().lower())
     key = ALIASES.get(words, words.replace(" ", "_"))

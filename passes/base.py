@@ -232,7 +232,7 @@ class Pass(ABC):
         for name in order_parents_first(parents, who=cls.__name__):
             row = table[name]
             given = values.get(name, INACTIVE)
-            if given is INACTIVE or (given is None and row.default_value is None):
+            if given is INACTIVE or (given is None and row.default_value is None and not row.required):
                 if row.required:
                     raise PassConfigError(cls.__name__, f"{name} must be given", "nothing", f"It is {_type_name(row.type_)}: {row.description}")
                 value = cls._default_for(name, row, resolved)

@@ -53,7 +53,8 @@ class OnnxFloatToFloat16(Pass):
             ),
             "op_block_list": PassConfigParam(
                 type_=list[str],
-                description="operator types to leave in float32, besides those that ONNX Runtime's converter leaves. One that the model lacks is refused",
+                description="operator types to leave in float32, besides those that ONNX Runtime's converter leaves; one that the model lacks "
+                "is refused",
             ),
             "node_block_list": PassConfigParam(
                 type_=list[str], description="names of nodes to leave in float32; * and ? match any text. A name that matches nothing is refused",
@@ -82,8 +83,8 @@ class OnnxFloatToFloat16(Pass):
         given = model.load()
         before = operator_counts(given)
         notes: dict[str, Any] = {"operators_before": before}
-        if not _holds_type(given, given_type := _tensor_type("FLOAT")):
-            reason = "the model is float16 already" if _holds_type(given, _tensor_type("FLOAT16")) else "the model holds no float32 values"
+        if not _count_weights(given, _tensor_type("FLOAT")):
+            reason = "the model is float16 already" if _count_weights(given, _tensor_type("FLOAT16")) else "the model holds no float32 weights"
             return unchanged(model, output_model_path, reason, notes={**notes, "operators_after": before})
 
         given = _with_shapes(given)
@@ -106,7 +107,7 @@ class OnnxFloatToFloat16(Pass):
         if self.accelerator_spec.execution_provider == "CPUExecutionProvider":
             with library_errors(WHO, "the converted model must load", doing):
                 loads_at_every_level(converted)
-        notes.update(operators_after=operator_counts(converted), float32_weights_left=_count_weights(converted, given_type))
+        notes.update(operators_after=operator_counts(converted), float32_weights_left=_count_weights(converted, _tensor_type("FLOAT")))
         return model.written(output_model_path, proto=converted, notes={**notes, "changed": True})
 
 
@@ -117,19 +118,12 @@ def _tensor_type(name: str) -> int:
 
 
 def _count_weights(proto: onnx.ModelProto, type_: int) -> int:
-    return sum(t.data_type == type_ for graph in graphs_of(proto.graph) for t in graph.initializer)
-
-
-def _holds_type(proto: onnx.ModelProto, type_: int) -> bool:
-    """Say whether any weight, constant, input or output is of a tensor type."""
-    if _count_weights(proto, type_):
-        return True
+    """Initializers and constants of a tensor type, everywhere in the model."""
+    count = 0
     for graph in graphs_of(proto.graph):
-        if any(v.type.tensor_type.elem_type == type_ for v in (*graph.input, *graph.output)):
-            return True
-        if any(a.HasField("t") and a.t.data_type == type_ for n in graph.node for a in n.attribute):
-            return True
-    return False
+        count += sum(t.data_type == type_ for t in graph.initializer)
+        count += sum(a.HasField("t") and a.t.data_type == type_ for n in graph.node for a in n.attribute)
+    return count
 
 
 def _with_shapes(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -20,7 +20,6 @@ from autotune.model import LARGE_BYTES, MODEL_FILE, ONNXModelHandler, save_onnx
 from autotune.passes.base import ONNX, AcceleratorSpec, ParamCategory, Pass, PassConfigParam, PassContract
 from autotune.passes.calibration import activation_ranges, calibration_feeds
 from autotune.passes.onnx_graph import (
-    QUANTIZED_OPERATORS,
     default_opset,
     fresh_name,
     glob_like,
@@ -206,7 +205,7 @@ class OnnxQuantization(Pass):
         operators = _operator_types(config)
         coverage = _coverage(prepared.proto, operators, prepared.excluded)
         notes: dict[str, Any] = {"operators_before": before, "quantizable_nodes": coverage.quantizable, **prepared.notes}
-        if not coverage.candidates:
+        if not coverage.quantizable:
             return unchanged(model, output_model_path, coverage.reason, notes={**notes, "operators_after": before, "quantized_nodes": 0})
 
         overrides = _scalar_scales(prepared.proto, operators, notes) if config["per_channel"] else {}
@@ -215,10 +214,11 @@ class OnnxQuantization(Pass):
         else:
             quantized = _quantize_dynamic(prepared, operators, config)
         after = operator_counts(quantized)
-        notes.update(operators_after=after, quantized_nodes=_quantized_nodes(quantized, operators))
+        notes.update(operators_after=after, quantized_nodes=_quantized_nodes(quantized))
         if not notes["quantized_nodes"]:
-            reason = coverage.reason or "ONNX Runtime's quantizer left every node in float"
-            return unchanged(model, output_model_path, reason, notes={**notes, "operators_after": before})
+            return unchanged(
+                model, output_model_path, "ONNX Runtime's quantizer left every weight in float", notes={**notes, "operators_after": before}
+            )
         return model.written(output_model_path, proto=quantized, notes={**notes, "changed": True})
 
 
@@ -374,9 +374,8 @@ def _operator_types(config: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Coverage:
-    """How many nodes are of the chosen types, how many of those hold constant weights, and why it is none."""
+    """How many nodes of the chosen types hold constant weights, and why it is none."""
 
-    candidates: int
     quantizable: int
     reason: str
 
@@ -402,7 +401,7 @@ def _coverage(proto: onnx.ModelProto, operators: Iterable[str], excluded: frozen
         reason = f"no {'/'.join(heavy[:6])} with constant weights in the main graph"
         if listed:
             reason += f"; {listed} are inside bodies of If, Loop, Scan or of the model's own functions, which stay float"
-    return _Coverage(candidates=len(kept), quantizable=quantizable, reason=reason)
+    return _Coverage(quantizable=quantizable, reason=reason)
 
 
 def _scalar_scales(proto: onnx.ModelProto, operators: Iterable[str], notes: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -490,13 +489,13 @@ def _float_type() -> int:
     return int(onnx.TensorProto.FLOAT)
 
 
-def _quantized_nodes(proto: onnx.ModelProto, operators: Iterable[str]) -> int:
-    """Nodes that compute on 8 bits: integer operators, and float ones of the chosen types that take a dequantized value."""
-    rims = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
-    wanted = set(operators)
-    dequantized = {name for n in proto.graph.node if n.op_type == "DequantizeLinear" for name in n.output}
-    count = 0
-    for node in proto.graph.node:
-        integer = node.op_type not in rims and (node.op_type in QUANTIZED_OPERATORS or node.op_type.startswith("QLinear"))
-        count += integer or (node.op_type in wanted and any(name in dequantized for name in node.input))
-    return count
+def _quantized_nodes(proto: onnx.ModelProto) -> int:
+    """Nodes that work with 8-bit weights: held by an integer operator, or by a float one behind a DequantizeLinear.
+
+    A weight is told from a zero point by its rank, 2 or more.
+    """
+    import onnx
+
+    small = {t.name for t in proto.graph.initializer if t.data_type in (onnx.TensorProto.INT8, onnx.TensorProto.UINT8) and len(t.dims) > 1}
+    dequantized = {name for n in proto.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in small for name in n.output}
+    return sum(n.op_type != "DequantizeLinear" and not (small | dequantized).isdisjoint(n.input) for n in proto.graph.node)

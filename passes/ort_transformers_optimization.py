@@ -6,6 +6,7 @@ Source: ONNX Runtime documentation, "Transformers optimizer" (`onnxruntime.trans
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     import onnx
 
 WHO = "OrtTransformersOptimization"
-DETECTS_HEADS = ("bert", "t5", "swin", "vit", "clip")
 FUSIONS = {
     "attention": "enable_attention", "layer_norm": "enable_layer_norm", "skip_layer_norm": "enable_skip_layer_norm",
     "embed_layer_norm": "enable_embed_layer_norm", "gelu": "enable_gelu", "bias_gelu": "enable_bias_gelu",
@@ -62,15 +62,15 @@ class OrtTransformersOptimization(Pass):
     def _default_config(cls, accelerator_spec: AcceleratorSpec) -> dict[str, PassConfigParam]:
         return {
             "model_type": PassConfigParam(
-                type_=Literal["bert", "gpt2", "gpt_neox", "t5", "bart", "swin", "vit", "clip", "unet", "vae", "phi", "conformer"], default_value="bert",
-                search_defaults=Categorical(["bert"]),
+                type_=Literal["bert", "gpt2", "gpt_neox", "t5", "bart", "swin", "vit", "clip", "unet", "vae", "phi", "conformer"],
+                default_value="bert", search_defaults=Categorical(["bert"]),
                 description="family whose patterns are looked for; bert fits encoders and most models with plain attention",
             ),
             "num_heads": PassConfigParam(
-                type_=int, default_value=0, minimum=0, description="attention heads; 0 finds out from the graph (families bert, t5, swin, vit, clip)"
+                type_=int, default_value=0, minimum=0, description="attention heads; 0 finds out from the graph"
             ),
             "hidden_size": PassConfigParam(
-                type_=int, default_value=0, minimum=0, description="width of the hidden state; 0 finds out from the graph (same families)"
+                type_=int, default_value=0, minimum=0, description="width of all heads together; 0 finds out from the graph"
             ),
             "opt_level": PassConfigParam(
                 type_=Literal[0, 1, 2, 99], default_value=0, search_defaults=Categorical([0, 1]),
@@ -99,18 +99,12 @@ class OrtTransformersOptimization(Pass):
 
     @classmethod
     def validate_config(cls, config: Mapping[str, Any], accelerator_spec: AcceleratorSpec) -> None:
-        """Refuse a config that does nothing, and families whose heads can't be counted from the graph."""
+        """Refuse a config that does nothing, and heads that can't share the width."""
         if config["only_onnxruntime"] and config["opt_level"] == 0:
             raise PassConfigError(
                 cls.__name__, "only_onnxruntime needs an opt_level above 0", "opt_level=0", "Set opt_level to 1, or only_onnxruntime to false."
             )
-        known = config["num_heads"] > 0 and config["hidden_size"] > 0
-        if not known and config["model_type"] not in DETECTS_HEADS and not config["only_onnxruntime"]:
-            raise PassConfigError(
-                cls.__name__, f"num_heads and hidden_size must be given for model_type {config['model_type']}",
-                f"num_heads={config['num_heads']}, hidden_size={config['hidden_size']}", f"They are found only for {', '.join(DETECTS_HEADS)}.",
-            )  # fmt: skip
-        if known and config["hidden_size"] % config["num_heads"]:
+        if config["num_heads"] and config["hidden_size"] % config["num_heads"]:
             raise PassConfigError(
                 cls.__name__, "hidden_size must be a multiple of num_heads", f"hidden_size={config['hidden_size']}, num_heads={config['num_heads']}"
             )
@@ -156,6 +150,7 @@ class OrtTransformersOptimization(Pass):
         options.use_multi_head_attention = config.get("use_multi_head_attention", False)
         if config.get("use_raw_attention_mask", True):
             options.use_raw_attention_mask(True)
+        heads, width = _heads(given)
         known = initializer_names(given)
         with tempfile.TemporaryDirectory(prefix="autotune-fuse-") as name:
             path = Path(name, MODEL_FILE)
@@ -163,7 +158,8 @@ class OrtTransformersOptimization(Pass):
             copied.CopyFrom(given)
             save_onnx(copied, path)
             fused = optimize_model(
-                str(path), model_type=config["model_type"], num_heads=config["num_heads"], hidden_size=config["hidden_size"],
+                str(path), model_type=config["model_type"], num_heads=config["num_heads"] or heads,
+                hidden_size=config["hidden_size"] or width,
                 optimization_options=options, opt_level=config["opt_level"], only_onnxruntime=config["only_onnxruntime"],
                 use_gpu=self.accelerator_spec.accelerator_type == "gpu",
             )  # fmt: skip
@@ -175,3 +171,57 @@ class OrtTransformersOptimization(Pass):
         rename_new_initializers(result, known)
         drop_unused_domains(result)
         return result, dict(sorted(counts.items()))
+
+
+def _heads(proto: onnx.ModelProto) -> tuple[int, int]:
+    """Number of attention heads and their common width, or zeros: what queries are reshaped to before they meet a Softmax.
+
+    ONNX Runtime's own detection gives up where the shape is put together from dynamic axes, and then fuses no attention. Of several
+    answers the most frequent one counts.
+    """
+    from onnx import numpy_helper
+
+    graph = proto.graph
+    producer = {name: node for node in graph.node for name in node.output}
+    constants = {t.name: t for t in graph.initializer}
+    constants |= {n.output[0]: a.t for n in graph.node if n.op_type == "Constant" for a in n.attribute if a.name == "value"}
+
+    def last_of_shape(name: str) -> list[int]:
+        """Heads and head size, the last two numbers of a shape of four, where they are constant; -1 stands for what is left."""
+        node = producer.get(name)
+        parts = node.input if node is not None and node.op_type == "Concat" else [name]
+        values: list[int | None] = []
+        for part in parts:
+            values += [int(v) for v in numpy_helper.to_array(constants[part]).reshape(-1)] if part in constants else [None]
+        return [v for v in values[-2:] if v is not None] if len(values) == 4 else []
+
+    def width_of(name: str) -> int:
+        """Columns of the weight that a value was multiplied by."""
+        projection = back_to(name, "MatMul", ("Add",))
+        weight = constants.get(projection.input[1]) if projection is not None else None
+        return int(weight.dims[-1]) if weight is not None and len(weight.dims) == 2 else 0
+
+    def back_to(name: str, wanted: str, through: tuple[str, ...]) -> onnx.NodeProto | None:
+        for _ in range(8):
+            node = producer.get(name)
+            if node is None or node.op_type == wanted:
+                return node
+            if node.op_type not in through:
+                return None
+            # A mask or a factor may be either operand: follow the one that is computed from a product.
+            name = next((n for n in node.input if n in producer and producer[n].op_type in (wanted, *through)), "")
+        return None
+
+    found: Counter[tuple[int, int]] = Counter()
+    for softmax in (n for n in graph.node if n.op_type == "Softmax"):
+        product = back_to(softmax.input[0], "MatMul", ("Add", "Mul", "Div", "Where", "Cast"))
+        query = back_to(product.input[0], "Reshape", ("Transpose", "Mul", "Div", "Cast")) if product is not None else None
+        shape = last_of_shape(query.input[1]) if query is not None else []
+        if query is None or len(shape) != 2:
+            continue
+        heads, size = shape
+        width = heads * size if heads > 0 and size > 0 else width_of(query.input[0])
+        heads = heads if heads > 0 else width // size if size > 0 else 0
+        if heads > 0 and width > 0 and width % heads == 0:
+            found[(heads, width)] += 1
+    return found.most_common(1)[0][0] if found else (0, 0)

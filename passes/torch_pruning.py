@@ -94,12 +94,12 @@ class TorchPruning(Pass):
         epochs = config["fine_tune_epochs"]
         arrays = self._training_data(model, config) if epochs else {}
         train = self.object("training_loop") if config["training_loop"] is not None else fit
-        module = model.load()
         axes = symbolic_axes(model.io)
         inputs = example_inputs(model.io, axes, usual_sizes(axes), who="TorchPruning")
-        before = _sizes_of(module)
-        shapes = _output_shapes(module, inputs)
-        with _reproducible(config["seed"]), quiet():
+        with _reproducible(config["seed"]), quiet():  # loading too: a loader draws numbers for weights that are then replaced
+            module = model.load()
+            before = _sizes_of(module)
+            shapes = _output_shapes(module, inputs)
             pruned = _prune(module, inputs, config) if config["keep_ratio"] < 1.0 else []
             if pruned and _output_shapes(module, inputs) != shapes:
                 raise PassError(

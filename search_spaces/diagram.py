@@ -33,6 +33,7 @@ ABSENT = -1
 """Stands for the index of a choice where a variable is inactive."""
 
 _WHO = "search space"
+_MANY_STATES = 2_000  # what the order of declaration may cost before a narrower one is tried
 _MOST_STATES = 1_000_000
 _FORBIDDEN = "/@"  # "/" parts nested names in Ray, "@" marks a variant of a name in Optuna
 
@@ -113,7 +114,10 @@ class Diagram:
 def compile_diagram(chain: tuple[Slot, ...] | None, parameters: Mapping[str, Parameter], rules: Sequence[Rule]) -> Diagram:
     """Compile a chain of slots or, where that is None, a flat table; `compile_space` tells what is refused."""
     nodes = [_flat_node(name, parameter) for name, parameter in parameters.items()] if chain is None else _chain_nodes(chain)
-    return _Compiler(nodes, rules).diagram()
+    try:
+        return _Compiler(nodes, rules, in_order=_as_declared, most_states=_MANY_STATES).diagram()
+    except _TooWide:
+        return _Compiler(nodes, rules, in_order=_narrow, most_states=_MOST_STATES).diagram()
 
 
 @dataclass(frozen=True)
@@ -155,17 +159,25 @@ _FullEdges = list[list[list[tuple[int, int, str | None]]]]
 _Kept = dict[tuple[int, ...], int]
 
 
+_Order = Callable[[list[_Node], Mapping[str, tuple[str, ...]], tuple[Rule, ...]], list[_Node]]
+"""Orders nodes; gets the labels of each label's parents too, and the rules."""
+
+
+class _TooWide(SpaceError):
+    """The diagram has more states than allowed."""
+
+
 class _Compiler:
     """The work of `compile_diagram`: order, turn names into positions, build the diagram forwards, count it backwards, prune."""
 
-    def __init__(self, nodes: list[_Node], rules: Sequence[Rule]) -> None:
+    def __init__(self, nodes: list[_Node], rules: Sequence[Rule], *, in_order: _Order, most_states: int) -> None:
         self.rules = tuple(rules)
+        self.most_states = most_states
         self.labels_of: dict[str, list[str]] = {}
         for node in nodes:
             self.labels_of.setdefault(node.name, []).append(node.label)
         parents = {node.label: self._parent_labels(node) for node in nodes}
-        order_parents_first(parents, _WHO)  # refuses cycles by name
-        self.nodes = _in_order(nodes, parents, self.rules)
+        self.nodes = in_order(nodes, parents, self.rules)
         self.variables = tuple(dict.fromkeys(node.name for node in self.nodes))
         self.position = {name: i for i, name in enumerate(self.variables)}
         self.choices: dict[str, list[Any]] = {name: [] for name in self.variables}
@@ -332,14 +344,14 @@ class _Compiler:
                     after = tuple(values[p] for p in (self.live_refused if ended else self.live)[i + 1])
                     out.append((choice, following.setdefault((ended, after), len(following)), None if refused else refuser))
                 layer.append(out)
+                if total + len(following) > self.most_states:
+                    raise _TooWide(
+                        _WHO,
+                        f"conditions and rules must look at few variables each; they make more than {self.most_states} cases to tell apart",
+                        f"this many at {node.label}",
+                        "Split the rules into smaller ones, or take some choices away",
+                    )
             total += len(following)
-            if total > _MOST_STATES:
-                raise SpaceError(
-                    _WHO,
-                    f"conditions and rules must look at few variables each; they make more than {_MOST_STATES} cases to tell apart",
-                    f"this many at {node.label}",
-                    "Split the rules into smaller ones, or put what they look at close together in the chain",
-                )
             edges.append(layer)
             states.append(following)
         return states, edges
@@ -511,7 +523,13 @@ def _switches(branch: Any) -> list[_Switch]:
     return [branch, *(switch for inner in [*below, branch.default] for switch in _switches(inner))]
 
 
-def _in_order(nodes: list[_Node], parents: Mapping[str, tuple[str, ...]], rules: tuple[Rule, ...]) -> list[_Node]:
+def _as_declared(nodes: list[_Node], parents: Mapping[str, tuple[str, ...]], rules: tuple[Rule, ...]) -> list[_Node]:
+    """Order nodes parents first and else as declared. Refuses cycles."""
+    by_label = {node.label: node for node in nodes}
+    return [by_label[label] for label in order_parents_first(parents, _WHO)]
+
+
+def _narrow(nodes: list[_Node], parents: Mapping[str, tuple[str, ...]], rules: tuple[Rule, ...]) -> list[_Node]:
     """Order nodes parents first, slots as given, such that few earlier values matter at any time: that keeps the diagram narrow.
 
     Greedy: of the nodes that may come next, the one that leaves the fewest variables open (set, and still to be looked at); the first

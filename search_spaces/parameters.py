@@ -284,9 +284,7 @@ class ConditionalDefault:
         rows = Rows("ConditionalDefault", names, support)
         for value in [*rows.values(), default]:
             if isinstance(value, Categorical | Conditional | ConditionalDefault):
-                raise SpaceError(
-                    "ConditionalDefault", "its values must be plain values", repr(value), "Use a Conditional in search_defaults for choices"
-                )
+                raise SpaceError("ConditionalDefault", "its values must be plain values", repr(value), "Use a Conditional for choices")
             if not isinstance(value, Invalid | Inactive):
                 _refuse_reserved("ConditionalDefault", value)
         object.__setattr__(self, "parents", names)

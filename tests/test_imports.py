@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOW = {"onnx", "onnxruntime", "onnxscript", "onnxslim", "optuna", "pandas", "pyarrow", "ray", "sklearn", "torch", "torch_pruning", "transformers"}
-MAY_IMPORT_RAY = {Path("autotune/sweep/ray_tune.py"), Path("search_spaces/ray_space.py")}
+RUNS_RAY = Path("autotune/sweep/ray_tune.py")  # derives from a class of Ray's, and is itself imported inside functions
+MAY_IMPORT_RAY = {RUNS_RAY, Path("search_spaces/ray_space.py")}
 
 
 def sources() -> list[Path]:
@@ -68,16 +69,18 @@ def test_the_probe_sees_what_is_loaded() -> None:
     assert loaded_by("import onnx") == {"onnx"}
 
 
-@pytest.mark.parametrize("module", ["autotune", "autotune.cli", "autotune.passes.registry", "autotune.search_spaces"])
+@pytest.mark.parametrize("module", ["autotune", "autotune.cli", "autotune.passes.registry", "autotune.search_spaces", "autotune.sweep.run"])
 def test_importing_loads_no_slow_library(module: str) -> None:
     assert loaded_by(f"import {module}") == set()
 
 
 @pytest.mark.parametrize("source", sources(), ids=str)
 def test_slow_libraries_are_imported_inside_functions(source: Path) -> None:
+    allowed = {"ray"} if source == RUNS_RAY else set()
+
     tree = ast.parse((ROOT / source).read_text())
 
-    assert packages_imported(run_when_imported(tree.body)) & SLOW == set()
+    assert packages_imported(run_when_imported(tree.body)) & SLOW <= allowed
 
 
 def test_only_the_two_modules_meant_for_it_import_ray() -> None:

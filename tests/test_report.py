@@ -110,6 +110,13 @@ def test_the_front_has_each_member_with_its_interval_and_marks_what_is_delivered
     assert re.search(r"baseline +8\.00 ms", text)
 
 
+def test_the_scatter_spans_front_and_baseline_and_counts_what_lies_outside() -> None:
+    text = page()
+
+    assert "1 more outside" in text  # the ruined model
+    assert re.search(r"\|.*#", text)
+
+
 def test_the_picks_have_their_margin_to_each_limit() -> None:
     text = page(140)
 
@@ -155,9 +162,10 @@ def test_trials_space_and_time_are_counted() -> None:
 
 
 def test_where_it_was_measured_is_said() -> None:
-    text = page()
+    text = page(target={"ep": "cpu", "threads": 1, "batch_size": 16})
 
     assert "Some CPU, 2 CPUs, avx2" in text
+    assert "cpu, threads: 1, batch size 16" in text
     assert "governor performance" in text
     assert "onnxruntime 1.32.0" in text
 

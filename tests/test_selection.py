@@ -119,6 +119,15 @@ def test_a_trial_that_breaks_a_constraint_is_never_chosen_whatever_its_record_sa
     assert [m.id for m in found.near_misses] == ["t-0001"]
 
 
+def test_a_trial_that_fell_on_its_last_measurement_is_not_chosen_again_whatever_its_metrics_say() -> None:
+    fallen = trial(1, 0.2, 0.0, status=Status.INFEASIBLE)
+
+    found = chosen(untouched(), fallen, trial(2, 0.4, 0.0))
+
+    assert found.best == "t-0002"
+    assert "t-0001" not in found.feasible
+
+
 def test_strict_takes_certain_models_only() -> None:
     doubtful = trial(1, 0.2, -0.008, score_noise=0.005)
     certain = trial(2, 0.5, -0.004, score_noise=0.005)
@@ -268,9 +277,20 @@ def test_an_unknown_pick_is_refused_with_the_nearest() -> None:
 
 
 def test_of_two_equally_fast_models_the_one_clearly_more_accurate_is_the_fastest_pick() -> None:
-    found = chosen(untouched(), trial(1, 0.300, -0.009), trial(2, 0.305, -0.001))
+    simpler = trial(1, 0.300, -0.009)
+    better = trial(2, 0.305, -0.001, point={"prune": "TorchPruning", "quantize": "OnnxQuantization"})
+
+    found = chosen(untouched(), simpler, better)
 
     assert found.picks["fastest"] == "t-0002"
+
+
+def test_a_tie_goes_to_the_untouched_model_even_if_another_is_surer_of_a_limit() -> None:
+    limit = parse_constraint("accuracy >= 0.975", metrics=UNITS)
+    other = trial(1, 1.0, 0.0)
+    surer = replace(other, metrics={**other.metrics, "accuracy": replace(other.metrics["accuracy"], low=0.979, high=0.981)})
+
+    assert chosen(untouched(), surer, constraints=(limit,)).best == "t-0000"
 
 
 def test_a_tie_with_the_untouched_model_goes_to_the_untouched_model() -> None:

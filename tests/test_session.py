@@ -47,7 +47,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("mode", EXECUTION_MODES)
 def test_a_live_session_has_what_was_asked(model_path: Path, level: str, mode: str) -> None:
     settings = SessionSettings(
-        intra_op_num_threads=1, inter_op_num_threads=1, execution_mode=mode, graph_optimization_level=level, enable_cpu_mem_arena=False,
+        intra_op_num_threads=1, inter_op_num_threads=2, execution_mode=mode, graph_optimization_level=level, enable_cpu_mem_arena=False,
         enable_mem_pattern=False, config_entries={"session.intra_op.allow_spinning": "0"},
     )  # fmt: skip
 
@@ -64,6 +64,14 @@ def test_a_setting_that_did_not_take_effect_is_named_with_both_values(model_path
     found = not_applied(asked, read_back(session, asked))
 
     assert found == ["intra_op_num_threads: asked 2, session has 1", "enable_mem_pattern: asked False, session has True"]
+
+
+def test_parallel_execution_on_one_thread_between_operators_is_found_out(model_path: Path) -> None:
+    asked = SessionSettings(execution_mode="parallel", inter_op_num_threads=1)
+
+    session = create_session(model_path, asked)  # the runtime turns it into a sequential one and says nothing
+
+    assert not_applied(asked, read_back(session, asked)) == ["execution_mode: asked 'parallel', session has 'sequential'"]
 
 
 def test_the_number_of_threads_is_really_started(model_path: Path) -> None:

@@ -118,6 +118,7 @@ def check_use(bin_folder: Path, users_folder: Path) -> None:
     must(version in run([bin_folder / "autotune", "--version"], users_folder), "autotune --version must print the version")
     listed = run([bin_folder / "autotune", "passes", "list"], users_folder)
     must("OnnxQuantization" in listed, f"autotune passes list must name the passes; got {listed}")
+    run([bin_folder / "autotune", "doctor"], users_folder)  # starts a child process and a session in it
 
 
 BLOCK = re.compile(r"^```\w+\n# file: (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -66,14 +66,17 @@ def render(findings: Mapping[str, Any]) -> str:
     """The findings as text, fit to be pasted into a report."""
     here = findings["surroundings"]
     versions = " · ".join(f"{k} {v}" for k, v in here["versions"].items())
+    flags = ", ".join(here["cpu_flags"]) or "no known flags"
     lines = [
         f"python {here['python']} · {versions}",
-        f"cpu    {here['cpu_model']} · {here['effective_cpus']} effective CPUs · {', '.join(here['cpu_flags']) or 'no known flags'} · governor {here['governor']}",
+        f"cpu    {here['cpu_model']} · {here['effective_cpus']} effective CPUs · {flags} · governor {here['governor']}",
     ]
     for provider in findings["providers"]:
         lines.append(f"ep     {provider['name']}  " + ("session ok" if provider["started"] else f"session FAILED: {provider['why']}"))
     variables = ", ".join(f"{k}={v}" for k, v in here["ort_variables"].items()) or "none"
-    lines.append(f"disk   {findings['disk_free_bytes'] / 1e9:.0f} GB free · timer {findings['clock_resolution_ns']} ns · ORT_* variables: {variables}")
+    lines.append(
+        f"disk   {findings['disk_free_bytes'] / 1e9:.0f} GB free · timer {findings['clock_resolution_ns']} ns · ORT_* variables: {variables}"
+    )
     lines += [f"warning: {w}" for w in findings["warnings"]] + [f"problem: {p}" for p in findings["problems"]]
     lines.append("verdict: usable" if findings["usable"] else "verdict: NOT usable")
     return "\n".join(lines)

@@ -8,8 +8,8 @@ from typing import Any
 
 from autotune.passes.base import AcceleratorSpec, Pass
 from autotune.search_spaces.parameters import Conditional, ConditionalDefault
-from autotune.search_spaces.space import point_key
-from autotune.sweep.prepare import Prepared
+from autotune.search_spaces.space import Space, point_key
+from autotune.sweep.prepare import Prepared, space_counts
 
 
 def describe_plan(prepared: Prepared, said: list[str]) -> dict[str, Any]:
@@ -32,14 +32,19 @@ def describe_plan(prepared: Prepared, said: list[str]) -> dict[str, Any]:
         "target": config.to_json()["target"], "rows": {"search": len(prepared.rows.search), "holdout": len(prepared.rows.holdout)},
         "slots": [
             {"slot": s.name, "optional": s.optional, "passes": [c.pass_ for c in s.choices],
-             "searched": {n: list(space.choices(n)) for n in space.variables if n.startswith(f"{s.name}.") and any(len(o) > 1 for o in space.offers(n))}}
+             "searched": _searched_in(space, s.name)}
             for s in config.chain
         ],
-        "space": {"valid": space.valid, "invalid": sum(space.invalid.values()), "invalid_by_rule": dict(space.invalid), "declared": space.declared, "distinct": space.distinct},
+        "space": space_counts(space),
         "budget": {"trials": trials, "asked": config.budget.trials, "time": config.budget.time},
         "search": "enumerate" if space.valid <= config.budget.trials else config.search.sampler, "first": firsts,
         "notes": [*said, *prepared.notes, *([] if untouched is not None else ["the untouched model is tried too, outside the space"])],
     }  # fmt: skip
+
+
+def _searched_in(space: Space, slot: str) -> dict[str, list[Any]]:
+    """Variables of a slot that offer more than one choice somewhere, with all their choices."""
+    return {n: list(space.choices(n)) for n in space.variables if n.startswith(f"{slot}.") and any(len(o) > 1 for o in space.offers(n))}
 
 
 def render_plan(content: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from autotune.errors import ConfigError, EnvironmentFault, nearest
 from autotune.model import ONNX, PYTORCH, IoContract, TensorSpec, load_object, read_onnx_head
 from autotune.passes.base import AcceleratorSpec
 from autotune.pipeline import InputFacts, Pipeline
+from autotune.search_spaces.space import Space
 from autotune.selection import Objective, parse_objective
 from autotune.session import SessionSettings
 from autotune.stages import StageLimits, StageRunner
@@ -146,6 +147,14 @@ def _row_digests(arrays: Mapping[str, NDArray[Any]], io: IoContract) -> set[byte
     return {hashlib.sha1(b"".join(c[i].tobytes() for c in columns), usedforsecurity=False).digest() for i in range(count_rows(arrays))}
 
 
+def space_counts(space: Space) -> dict[str, Any]:
+    """The numbers of a space that plan and run both tell."""
+    return {
+        "valid": space.valid, "invalid": sum(space.invalid.values()), "invalid_by_rule": dict(space.invalid), "declared": space.declared,
+        "distinct": space.distinct,
+    }  # fmt: skip
+
+
 def probe_provider(accelerator: AcceleratorSpec, folder: Path) -> None:
     """Start a session on the execution provider in a child process; a listed provider is no proof. Raises `EnvironmentFault`."""
     with StageRunner(("numpy", "onnx", "onnxruntime")) as runner:
@@ -167,7 +176,9 @@ def start_session(args: Mapping[str, Any]) -> dict[str, Any]:
     from autotune.session import create_session
 
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 4]) for n in "xy")
-    proto = helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "probe", [x], [y]), opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    proto = helper.make_model(
+        helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "probe", [x], [y]), opset_imports=[helper.make_opsetid("", 17)], ir_version=8
+    )
     onnx.save(proto, "probe.onnx")
     listed = list(ort.get_available_providers())
     try:

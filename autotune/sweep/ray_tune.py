@@ -47,14 +47,16 @@ OnTrial = Callable[[TrialRecord], None]
 class PointSearcher(Searcher):
     """Hands our points to Ray and takes the ends of trials back. Never raises while Ray asks: that would end the sweep."""
 
-    def __init__(self, run: Path, search: Search, read_record: Callable[[int], TrialRecord | None], on_trial: OnTrial, may_start: Callable[[], bool]) -> None:
+    def __init__(
+        self, run: Path, search: Search, read_record: Callable[[int], TrialRecord | None], on_trial: OnTrial, may_start: Callable[[], bool]
+    ) -> None:
         super().__init__(metric="number", mode="max")
         self._run = run
         self._search, self._read, self._on_trial, self._may_start = search, read_record, on_trial, may_start
         self._running: dict[str, Asked] = {}
         self.error: Exception | None = None
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override] # FINISHED is a string, as Ray documents
         """The next point as a Ray config, or FINISHED."""
         asked = None
         try:
@@ -131,7 +133,7 @@ def local_ray() -> Iterator[None]:
         if ours:
             try:
                 ray.init(
-                    num_cpus=effective_cpus(), include_dashboard=False, log_to_driver=False, logging_level="CRITICAL",
+                    num_cpus=effective_cpus(), include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL,
                     configure_logging=True, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20,
                 )  # fmt: skip
             except Exception as error:  # Ray raises many kinds here
@@ -147,7 +149,9 @@ def local_ray() -> Iterator[None]:
                 os.environ[key] = value
 
 
-def run_trials(run: Path, search: Search, *, on_trial: OnTrial, may_start: Callable[[], bool], read_record: Callable[[int], TrialRecord | None]) -> None:
+def run_trials(
+    run: Path, search: Search, *, on_trial: OnTrial, may_start: Callable[[], bool], read_record: Callable[[int], TrialRecord | None]
+) -> None:
     """Run trials until the search ends, `may_start` says no, or an interrupt comes. Raises what our own code raised inside."""
     searcher = PointSearcher(run, search, read_record, on_trial, may_start)
     tuner = tune.Tuner(
@@ -171,6 +175,7 @@ def _trial_name(trial: Any) -> str:
 
 def record_reader(run: Path) -> Callable[[int], TrialRecord | None]:
     """Return a function that reads a trial's record from the run folder, None where there is none or half of one."""
+
     def read(number: int) -> TrialRecord | None:
         path = run / "trials" / f"t-{number:04d}" / TRIAL_FILE
         try:

@@ -18,18 +18,18 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from autotune.benchmarks.stages import OUTPUTS_FILE
-from autotune.bundle import write_bundle
+from autotune.bundle import BUNDLE_FILE, write_bundle
 from autotune.config import LoadedSweep, load_sweep, parse_sweep, seconds, write_sweep
-from autotune.constraints import Verdict, feasible, judge_all
+from autotune.constraints import Verdict, judge_all
 from autotune.digest import digest_of, digest_tree, dump_json, write_durably
-from autotune.errors import AutotuneError, ConfigError, EnvironmentFault, VerificationError
-from autotune.model import PYTORCH, ModelHandler, ONNXModelHandler, PyTorchModelHandler, handler_from_json, ingest_onnx
+from autotune.errors import ConfigError, EnvironmentFault, VerificationError
+from autotune.model import PYTORCH, ModelHandler, ONNXModelHandler, PyTorchModelHandler, ingest_onnx
 from autotune.passes.registry import get_pass
 from autotune.pipeline import Pipeline, Step
-from autotune.records import Interval, MetricValue, StageRecord, Status, TrialRecord
+from autotune.records import MetricValue, StageRecord, Status, TrialRecord
 from autotune.search_spaces.space import point_key
 from autotune.selection import Selection, select, verdict_sentence
-from autotune.sweep.prepare import Prepared, check_against_baseline, prepare, probe_provider
+from autotune.sweep.prepare import Prepared, check_against_baseline, prepare, probe_provider, space_counts
 from autotune.sweep.search import Goals, Search, open_study
 from autotune.target import surroundings
 from autotune.trial import PLAN_FILE, StageFailed, TrialPlan, TrialRunner, size_metrics
@@ -136,7 +136,9 @@ def _refuse_foreign(folder: Path) -> None:
     ours = {".lock", RUN_FILE}
     names = {p.name for p in folder.iterdir()}
     if names and not names & ours:
-        raise ConfigError("out", "the run folder must be new, empty, or of an earlier run", f"{folder} with other files in it", "Choose another --out.")
+        raise ConfigError(
+            "out", "the run folder must be new, empty, or of an earlier run", f"{folder} with other files in it", "Choose another --out."
+        )
 
 
 @contextlib.contextmanager
@@ -149,7 +151,9 @@ def one_writer(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             owner = file.read().strip() or "an unknown process"
-            raise EnvironmentFault("run", f"one sweep at a time may write into {folder.name}", f"held by {owner}", "Wait for it, or choose another --out.") from None
+            raise EnvironmentFault(
+                "run", f"one sweep at a time may write into {folder.name}", f"held by {owner}", "Wait for it, or choose another --out."
+            ) from None
         file.seek(0)
         file.truncate()
         file.write(f"pid {os.getpid()} since {datetime.now(UTC).isoformat(timespec='seconds')}\n")
@@ -199,10 +203,17 @@ class _Sweep:
             try:
                 baseline = self._baseline(runner)
                 if isinstance(baseline, TrialRecord):
-                    return self._finish(NONE_FEASIBLE, [baseline], None, f"The untouched model itself can't be measured: {baseline.reason} in stage {baseline.stage}: {baseline.message}")
+                    return self._finish(
+                        NONE_FEASIBLE,
+                        [baseline],
+                        None,
+                        f"The untouched model itself can't be measured: {baseline.reason} in stage {baseline.stage}: {baseline.message}",
+                    )
                 self.plan = baseline
                 check_against_baseline(self.prepared.constraints, baseline.baseline_metrics)
                 search = self._search(baseline)
+                if len(search.records) >= search.total and (before := self._finished_before()) is not None:
+                    return before
                 self._trials(search, runner)
                 return self._choose(baseline, search, runner)
             except Interrupted as stop:
@@ -210,6 +221,16 @@ class _Sweep:
                 return self._finish(INTERRUPTED, records, None, f"Interrupted by {stop}: {len(records)} trials are saved.")
 
     # ------------------------------------------------------------------ the run folder
+
+    def _finished_before(self) -> SweepResult | None:
+        """The result of a run that came to its end, when all that it names is still there."""
+        if not (self.folder / RESULT_FILE).exists():
+            return None
+        before = read_result(self.folder)
+        if before.status == INTERRUPTED or (before.status == DELIVERED and not (self.folder / BUNDLE_FOLDER / BUNDLE_FILE).exists()):
+            return None
+        self.say("this sweep is finished: nothing is run again")
+        return before
 
     def _open_folder(self) -> None:
         """Write the sweep as it will run, or make sure that the folder holds this very sweep."""
@@ -236,7 +257,14 @@ class _Sweep:
 
     def _data_digests(self) -> dict[str, str]:
         section, data = self.sweep.config.model, self.sweep.config.data
-        names = {"model": section.path, "script": section.script, "weights": section.weights, "eval": data.eval, "calibration": data.calibration, "train": data.train}
+        names = {
+            "model": section.path,
+            "script": section.script,
+            "weights": section.weights,
+            "eval": data.eval,
+            "calibration": data.calibration,
+            "train": data.train,
+        }
         return {k: digest_tree(self.sweep.path(v)) for k, v in names.items() if v is not None}
 
     # ------------------------------------------------------------------ the baseline
@@ -287,7 +315,9 @@ class _Sweep:
         place.mkdir()
         if section.weights is not None:
             shutil.copyfile(self.sweep.path(section.weights), place / "weights.pt")
-        source = PyTorchModelHandler(place, self.prepared.io, self.prepared.settings, {}, script=self.sweep.path(section.script), loader=section.loader)
+        source = PyTorchModelHandler(
+            place, self.prepared.io, self.prepared.settings, {}, script=self.sweep.path(section.script), loader=section.loader
+        )
         artifact, stage = runner.build(self._conversion(), source, source.digest, folder / "convert")
         stages.append(stage)
         for path in artifact.handler.folder.iterdir():
@@ -319,7 +349,9 @@ class _Sweep:
         times, facts = runner.latency(model, None, data, rows.search, folder / "latency", seed=self.sweep.config.seed)
         stages.append(StageRecord("latency", time.monotonic() - begun, notes={k: v for k, v in facts.items() if k != "metrics"}))
         metrics = {**times, self.prepared.metric.name: scores["search"], **size_metrics(model, checked, {})}
-        record = TrialRecord(number=0, point={}, status=Status.OK, origin="untouched", stages=tuple(stages), metrics=metrics, model_digest=model.digest)
+        record = TrialRecord(
+            number=0, point={}, status=Status.OK, origin="untouched", stages=tuple(stages), metrics=metrics, model_digest=model.digest
+        )
         document = {**record.to_json(), "id": "baseline"}
         write_durably(folder / "baseline.json", dump_json(document))
         return metrics
@@ -401,29 +433,27 @@ class _Sweep:
     def _choose(self, plan: TrialPlan, search: Search, runner: TrialRunner) -> SweepResult:
         """Measure the chosen one afresh and on rows that it was not chosen by; go on to the next while one does not hold."""
         records = [search.records[n] for n in sorted(search.records)]
-        first = selection = self._select(plan, records)
-        for _ in range(FINALISTS):
+        finals: dict[str, tuple[TrialRecord, MetricValue | None]] = {}
+        while True:
+            selection = self._select(plan, records)
             if selection.best is None:
-                break
+                verdict = verdict_sentence(selection, records, baseline=plan.baseline_metrics, score=plan.metric_name)
+                return self._finish(NONE_FEASIBLE, records, selection, verdict)
+            if selection.best in finals:
+                return self._deliver(plan, records, selection, *finals[selection.best], runner)
+            if len(finals) == FINALISTS:
+                # The choice goes on among those whose figures are fresh; the untouched model is always one of them.
+                self.notes.append(f"{FINALISTS} finalists were measured afresh; the choice is among them and the untouched model")
+                records = [r if r.id in finals or r.unchanged else replace(r, status=_passed_over(r), message=r.message or NO_FINALIST) for r in records]
+                finals |= {r.id: (r, self._final(plan, r, runner)[1]) for r in records if r.unchanged}
+                continue
             chosen = next(r for r in records if r.id == selection.best)
             final, holdout, why = self._final(plan, chosen, runner)
+            finals[final.id] = (final, holdout)
             records = [final if r.id == final.id else r for r in records]
             if why:
                 self.notes.append(f"{final.id} was first choice, but {why}")
                 self.say(f"{final.id} does not hold: {why}")
-            else:
-                again = self._select(plan, records)
-                if again.best == final.id:
-                    return self._deliver(plan, records, again, final, holdout, runner)
-            selection = self._select(plan, records)
-        if selection.best is None:
-            return self._finish(NONE_FEASIBLE, records, selection, verdict_sentence(first, records, baseline=plan.baseline_metrics, score=plan.metric_name))
-        untouched = next((r for r in records if r.id == selection.untouched and r.status is Status.OK), None)
-        if untouched is None:
-            return self._finish(NONE_FEASIBLE, records, selection, f"None of {FINALISTS} finalists held its figures on fresh measurements")
-        self.notes.append(f"{FINALISTS} finalists did not hold their figures on fresh measurements")
-        final, holdout, _ = self._final(plan, untouched, runner)
-        return self._deliver(plan, records, replace(selection, best=final.id), final, holdout, runner)
 
     def _final(self, plan: TrialPlan, record: TrialRecord, runner: TrialRunner) -> tuple[TrialRecord, MetricValue | None, str]:
         """Measure a finalist in fresh sessions and on the held-out rows. Returns its new record, the hold-out score, and why it falls."""
@@ -438,12 +468,16 @@ class _Sweep:
         try:
             if plan.rows.holdout:
                 scores = {
-                    name: runner.accuracy(model, metric, plan.eval_path, plan.rows.of(name), folder / name, baseline_outputs=plan.baseline_folder / name / OUTPUTS_FILE)
+                    name: runner.accuracy(
+                        model, metric, plan.eval_path, plan.rows.of(name), folder / name, baseline_outputs=plan.baseline_folder / name / OUTPUTS_FILE
+                    )
                     for name in ("holdout", "all")
                 }
                 holdout = scores["holdout"]
                 metrics[plan.metric_name] = scores["all"]
-            times, _ = runner.latency(model, plan.baseline, plan.eval_path, plan.rows.search, folder / "latency", seed=1_000_000 + record.number, final=True)
+            times, _ = runner.latency(
+                model, plan.baseline, plan.eval_path, plan.rows.search, folder / "latency", seed=1_000_000 + record.number, final=True
+            )
         except StageFailed as end:
             fallen = replace(record, status=end.status, cause=end.cause, stage=f"final {end.stage}", message=end.message)
             return fallen, holdout, f"its last measurement ended as {end.cause}: {end.message}"
@@ -477,7 +511,9 @@ class _Sweep:
             artifact, _ = runner.build(step, model, digest, self.folder / "trials" / record.id / "final" / step.slot)
             model, digest = artifact.handler, artifact.digest
         if digest != record.model_digest or not isinstance(model, ONNXModelHandler):
-            raise VerificationError("bundle", f"the model of {record.id} must be the one that was measured", f"digest {digest[:12]}, measured {record.model_digest[:12]}")
+            raise VerificationError(
+                "bundle", f"the model of {record.id} must be the one that was measured", f"digest {digest[:12]}, measured {record.model_digest[:12]}"
+            )
         return model
 
     # ------------------------------------------------------------------ the end
@@ -495,12 +531,12 @@ class _Sweep:
             "tool": here.versions.get("passtune", ""), "status": str(final.status), "verdict": verdict, "trial": final.id,
             "constraints": [dict(c) for c in final.constraints], "metrics": {k: v.to_json() for k, v in final.metrics.items()},
             "holdout": holdout.to_json() if holdout else None, "baseline": {k: v.to_json() for k, v in plan.baseline_metrics.items()},
-            "measured_on": f"{here.cpu_model}, {self.sweep.target.run_threads} of {here.effective_cpus} CPUs, onnxruntime {here.versions['onnxruntime']}",
+            "measured_on": f"{here.cpu_model}, {self.sweep.target.run_threads} threads, onnxruntime {here.versions['onnxruntime']}",
         }  # fmt: skip
         recipe = {
             "schema": "recipe/1", "target": self.sweep.config.to_json()["target"], "point": dict(final.point),
             "passes": [
-                {"slot": s.slot, "pass": s.pass_name, "version": get_pass(s.pass_name).contract.version, "config": portable(s.config, self.sweep)} for s in steps
+                {"slot": s.slot, "pass": s.pass_name, "version": get_pass(s.pass_name).contract.version, "config": portable(s.config)} for s in steps
             ],
             "data": json.loads((self.folder / RUN_FILE).read_text())["identity"]["data"],
         }  # fmt: skip
@@ -535,7 +571,7 @@ class _Sweep:
             "front": list(selection.front) if selection else [], "picks": dict(selection.picks) if selection else {},
             "groups": {k: list(v) for k, v in selection.groups.items()} if selection else {},
             "trials": dict(Counter(str(r.status) for r in records)),
-            "space": {"valid": space.valid, "invalid": sum(space.invalid.values()), "invalid_by_rule": dict(space.invalid), "distinct": space.distinct},
+            "space": space_counts(space),
             "near_misses": [m.to_json() for m in selection.near_misses] if selection else [],
             "hypervolume": selection.hypervolume if selection else None,
             "surroundings": surroundings().to_json(), "target": self.sweep.config.to_json()["target"],
@@ -546,6 +582,14 @@ class _Sweep:
         result = SweepResult(self.folder, status, summary, tuple(records))
         write_exports(result)
         return result
+
+
+NO_FINALIST = "better finalists used up the measurements at the end"
+
+
+def _passed_over(record: TrialRecord) -> Status:
+    """A model that would be feasible, but was not measured afresh, can't be chosen; its record keeps what is known."""
+    return Status.UNDECIDED if record.status is Status.OK else record.status
 
 
 def _best(record: TrialRecord, holdout: MetricValue | None, pipeline: Pipeline) -> dict[str, Any]:
@@ -578,9 +622,9 @@ def _differences(before: Any, now: Any, path: str) -> Iterator[str]:
         yield f"{path}: content changed" if path.startswith("data.") else f"{path}: {before!r} before, {now!r} now"
 
 
-def portable(config: Mapping[str, Any], sweep: LoadedSweep) -> dict[str, Any]:
-    """A pass's config without paths of this machine: data files go by their names."""
-    return {k: Path(v).name if isinstance(v, str) and v.startswith(str(sweep.root.anchor)) and Path(v).exists() else v for k, v in config.items()}
+def portable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A pass's config without paths of this machine: files go by their names."""
+    return {k: Path(v).name if isinstance(v, str) and Path(v).is_absolute() else v for k, v in config.items()}
 
 
 def line_of(record: TrialRecord, metric: str) -> str:
@@ -606,7 +650,8 @@ def flat(record: TrialRecord) -> dict[str, Any]:
     """One row for tables: `param.*`, `metric.*`, status, reason."""
     row: dict[str, Any] = {
         "id": record.id, "status": str(record.status), "cause": str(record.cause) if record.cause else "", "stage": record.stage,
-        "message": record.message, "origin": record.origin, "unchanged": record.unchanged, "shares_with": record.shares_with, "seconds": record.seconds,
+        "message": record.message, "origin": record.origin, "unchanged": record.unchanged, "shares_with": record.shares_with,
+        "seconds": record.seconds,
     }  # fmt: skip
     for name, value in record.point.items():
         row[f"param.{name}"] = value if isinstance(value, str | int | float | bool) or value is None else json.dumps(value)
@@ -615,7 +660,11 @@ def flat(record: TrialRecord) -> dict[str, Any]:
         for kind in ("ratio", "delta"):
             interval = getattr(metric, kind)
             if interval is not None:
-                row |= {f"metric.{name}.{kind}": interval.value, f"metric.{name}.{kind}.low": interval.low, f"metric.{name}.{kind}.high": interval.high}
+                row |= {
+                    f"metric.{name}.{kind}": interval.value,
+                    f"metric.{name}.{kind}.low": interval.low,
+                    f"metric.{name}.{kind}.high": interval.high,
+                }
     return row
 
 
@@ -648,4 +697,4 @@ def read_result(folder: Path) -> SweepResult:
     return SweepResult(folder, summary["status"], summary, tuple(records))
 
 
-__all__ = ["AutotuneError", "SweepResult", "feasible", "handler_from_json", "read_result", "run"]
+__all__ = ["SweepResult", "read_result", "run"]

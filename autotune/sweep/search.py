@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from autotune.digest import canonical
 from autotune.errors import ConfigError, EnvironmentFault
@@ -50,7 +50,7 @@ class Asked:
 class Goals:
     """What the sampler is told of a finished trial: one value per objective with its direction, and the constraints."""
 
-    directions: tuple[str, ...]  # minimize or maximize
+    directions: tuple[Literal["minimize", "maximize"], ...]
     values: Callable[[TrialRecord], tuple[float, ...] | None]  # None: not measured
     constraints: Callable[[TrialRecord], tuple[float, ...]]  # <= 0: met
 
@@ -197,7 +197,9 @@ class Search:
         self.study.add_trial(optuna.trial.create_trial(state=state, params=params, distributions=distributions, user_attrs=attributes))
         written = len(self.study.get_trials(deepcopy=False)) - 1
         if written != number:
-            raise EnvironmentFault("study", f"trial {number} must come next", f"trial {written} in the study", "Does another sweep write into the same storage?")
+            raise EnvironmentFault(
+                "study", f"trial {number} must come next", f"trial {written} in the study", "Does another sweep write into the same storage?"
+            )
 
     def _tell_study(self, record: TrialRecord) -> None:
         import optuna
@@ -224,7 +226,9 @@ def is_measured(record: TrialRecord) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- storage
 
 
-def open_study(run: Path, url: str | None, directions: Sequence[str], metric_names: Sequence[str]) -> tuple[optuna.Study, str]:
+def open_study(
+    run: Path, url: str | None, directions: Sequence[Literal["minimize", "maximize"]], metric_names: Sequence[str]
+) -> tuple[optuna.Study, str]:
     """Open or make the sweep's study: a journal file in the run folder, or a database by URL. Returns it and a word on repairs.
 
     Raises `EnvironmentFault` when the database can't be opened.
@@ -240,7 +244,7 @@ def open_study(run: Path, url: str | None, directions: Sequence[str], metric_nam
     if url is None:
         journal = run / JOURNAL_FILE
         word = drop_torn_tail(journal)
-        storage = JournalStorage(JournalFileBackend(str(journal), lock_obj=KernelLock(journal.with_suffix(".lock"))))
+        storage = JournalStorage(JournalFileBackend(str(journal), lock_obj=KernelLock(journal.with_suffix(".lock"))))  # type: ignore[arg-type] # acquire and release are all it asks for
     else:
         name = f"{STUDY_NAME}-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]}"
     try:
@@ -255,7 +259,9 @@ def open_study(run: Path, url: str | None, directions: Sequence[str], metric_nam
     except Exception as error:  # SQLAlchemy has errors of its own, and is only there with a database
         if type(error).__module__.startswith("sqlalchemy"):
             text = str(error).splitlines()[0]
-            raise ConfigError("storage", "the database URL must open", text, "Give a URL such as postgresql://host/name, or leave storage out.") from None
+            raise ConfigError(
+                "storage", "the database URL must open", text, "Give a URL such as postgresql://host/name, or leave storage out."
+            ) from None
         raise
     return study, word
 

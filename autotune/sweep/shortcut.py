@@ -73,7 +73,9 @@ def _files(short: Shortcut) -> tuple[Path, Path, Path | None, Mapping[str, Any]]
     if model.is_dir():
         model = model / "model.onnx"
     if model.suffix == ".py":
-        raise ConfigError("run", "the short form takes an ONNX model", model.name, "Describe a torch model in a sweep file: model: {script: ..., loader: ...}.")
+        raise ConfigError(
+            "run", "the short form takes an ONNX model", model.name, "Describe a torch model in a sweep file: model: {script: ..., loader: ...}."
+        )
     whole = short.model.is_dir()
     eval_path = short.eval or (folder / "eval.npz" if whole else None)
     if eval_path is None:
@@ -102,7 +104,12 @@ def _metric_of(meta: Mapping[str, Any], eval_path: Path, said: list[str]) -> str
     if labels.ndim == 1 and labels.dtype.kind in "iu":
         said.append("metric accuracy, since the labels are whole numbers")
         return "accuracy"
-    raise ConfigError("run", "the metric must be given for labels of this kind", f"{labels.dtype} of shape {list(labels.shape)}", "Give --metric, such as mse or script.py:function.")
+    raise ConfigError(
+        "run",
+        "the metric must be given for labels of this kind",
+        f"{labels.dtype} of shape {list(labels.shape)}",
+        "Give --metric, such as mse or script.py:function.",
+    )
 
 
 def _default_constraints(metric_name: str, said: list[str]) -> list[str]:

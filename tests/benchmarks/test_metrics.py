@@ -194,7 +194,7 @@ def test_metrics_answer_to_the_names_they_go_by(name: str, canonical: str) -> No
 
 
 def test_a_misspelt_metric_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="got 'acuracy'. Did you mean 'accuracy'?"):
+    with pytest.raises(ConfigError, match=r"got 'acuracy'\. Did you mean 'accuracy'\?"):
         get_metric("acuracy")
 
 
@@ -232,7 +232,7 @@ def test_unfit_labels_are_refused_before_any_trial(name: str, labels: np.ndarray
 
 
 def test_a_misspelt_labels_array_is_named() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'label'?"):
+    with pytest.raises(ConfigError, match=r"Did you mean 'label'\?"):
         check_labels(get_metric("accuracy"), {"x": np.zeros((6, 2)), "label": np.zeros(6, int)})
 
 

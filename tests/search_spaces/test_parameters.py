@@ -111,7 +111,8 @@ def test_true_and_one_and_one_point_zero_are_three_choices() -> None:
         ),
         (
             lambda: Conditional("mode", {"static": [1, 2]}),
-            "Conditional: the branch for mode='static' must be a Categorical, a Conditional, INVALID or INACTIVE; got [1, 2]. Write Categorical([1, 2]).",
+            "Conditional: the branch for mode='static' must be a Categorical, a Conditional, INVALID or INACTIVE; got [1, 2]. "
+            "Write Categorical([1, 2]).",
         ),
         (
             lambda: Conditional("mode", {"static": 3}),
@@ -142,7 +143,7 @@ def test_what_is_no_parameter_is_refused_with_the_mend(make: Callable[[], Any], 
 
 def test_a_branch_is_found_by_the_parents_values_and_unlisted_ones_take_the_default() -> None:
     minmax = Categorical(["minmax"])
-    parameter = Conditional(("mode", "per_channel"), {("static", True): minmax, ("static", 1): INVALID}, default=INACTIVE)
+    parameter = Conditional(("mode", "per_channel"), [(("static", True), minmax), (("static", 1), INVALID)], default=INACTIVE)
 
     assert parameter.branch({"mode": "static", "per_channel": True, "other": 3}) is minmax
     assert parameter.branch({"mode": "static", "per_channel": 1}) is INVALID
@@ -191,7 +192,7 @@ ROUND = [
     Boolean(),
     Conditional(
         ("a", "b"),
-        {(True, 1): Categorical([1]), (1, True): INVALID, (INACTIVE, None): Conditional("c", {"x": INACTIVE}, Categorical([0]))},
+        [[(True, 1), Categorical([1])], [(1, True), INVALID], [(INACTIVE, None), Conditional("c", {"x": INACTIVE}, Categorical([0]))]],
         INACTIVE,
     ),
     ConditionalDefault("a", {(1,): [1, 2], (2,): INACTIVE, (3,): None}, default=INVALID),

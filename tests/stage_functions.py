@@ -1,0 +1,69 @@
+"""Stage functions that misbehave in one way each; run in child processes by the tests."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+def double(args: dict[str, Any]) -> dict[str, Any]:
+    return {"value": args["x"] * 2, "pid": os.getpid(), "cwd": os.getcwd()}
+
+
+def segfault(_args: dict[str, Any]) -> dict[str, Any]:
+    ctypes.string_at(0)
+    return {}
+
+
+def abort(_args: dict[str, Any]) -> dict[str, Any]:
+    os.abort()
+
+
+def leave_at_once(_args: dict[str, Any]) -> dict[str, Any]:
+    os._exit(7)
+
+
+def leave(_args: dict[str, Any]) -> dict[str, Any]:
+    sys.exit(3)
+
+
+def throw(_args: dict[str, Any]) -> dict[str, Any]:
+    raise ValueError("the library says\nno")
+
+
+def hang_with_grandchild(args: dict[str, Any]) -> dict[str, Any]:
+    child = subprocess.Popen(["sleep", "600"])
+    with open(args["pid_file"], "w") as file:
+        file.write(str(child.pid))
+    time.sleep(600)
+    return {}
+
+
+def stop_itself(_args: dict[str, Any]) -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return {}
+
+
+def eat_memory(_args: dict[str, Any]) -> dict[str, Any]:
+    kept = []
+    while True:
+        kept.append(bytearray(50_000_000))
+
+
+def print_much(_args: dict[str, Any]) -> dict[str, Any]:
+    for _ in range(100_000):
+        print("x" * 200)
+    print("the last words")
+    return {"done": True}
+
+
+def change_everything(_args: dict[str, Any]) -> dict[str, Any]:
+    os.chdir("/")
+    os.environ["AUTOTUNE_TEST_LEAK"] = "1"
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return {}

@@ -1,0 +1,137 @@
+"""Stages in child processes: every kind of ending has its cause, and nothing outlives it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autotune.records import Cause
+from autotune.stages import KEPT_OUTPUT_BYTES, LOG_FILE, StageLimits, StageRunner
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[StageRunner]:
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(HERE)
+    with StageRunner(("numpy", "onnx", "onnxruntime")) as started:
+        started.start()
+        yield started
+    os.environ.pop("PYTHONPATH")
+    if before is not None:
+        os.environ["PYTHONPATH"] = before
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_stage_returns_what_its_function_returns_and_works_in_its_folder(runner: StageRunner, tmp_path: Path) -> None:
+    outcome = runner.run("stage_functions:double", {"x": 21}, folder=tmp_path / "s", limits=StageLimits(30))
+
+    assert outcome.ok
+    assert outcome.value is not None
+    assert outcome.value["value"] == 42
+    assert outcome.value["cwd"] == str(tmp_path / "s")
+    assert outcome.peak_rss_bytes > 1_000_000
+
+
+def test_each_stage_has_a_process_of_its_own(runner: StageRunner, tmp_path: Path) -> None:
+    pids = {runner.run("stage_functions:double", {"x": 1}, folder=tmp_path, limits=StageLimits(30)).value["pid"] for _ in range(3)}  # type: ignore[index]
+
+    assert len(pids) == 3
+    assert os.getpid() not in pids
+
+
+def test_the_server_holds_one_thread_so_that_forking_it_is_safe(runner: StageRunner) -> None:
+    assert runner.server_threads == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "cause", "words"),
+    [
+        ("segfault", Cause.SIGNAL, "SIGSEGV"),
+        ("abort", Cause.SIGNAL, "SIGABRT"),
+        ("leave_at_once", Cause.EXIT, "exit status 7"),
+        ("leave", Cause.EXIT, "sys.exit(3)"),
+        ("throw", Cause.EXCEPTION, "ValueError: the library says no"),
+        ("missing", Cause.EXCEPTION, "missing"),
+    ],
+)
+def test_an_ending_is_told_by_its_exact_cause(runner: StageRunner, tmp_path: Path, function: str, cause: Cause, words: str) -> None:
+    outcome = runner.run(f"stage_functions:{function}", {}, folder=tmp_path, limits=StageLimits(30))
+
+    assert outcome.value is None
+    assert outcome.cause is cause
+    assert words in outcome.message
+
+
+def test_a_hanging_stage_is_killed_with_its_grandchildren(runner: StageRunner, tmp_path: Path) -> None:
+    started = time.monotonic()
+    outcome = runner.run("stage_functions:hang_with_grandchild", {"pid_file": str(tmp_path / "pid")}, folder=tmp_path, limits=StageLimits(1.0))
+
+    assert outcome.cause is Cause.TIMEOUT
+    assert time.monotonic() - started < 1.0 + 5.0
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_stopped_stage_is_killed_at_its_time_limit(runner: StageRunner, tmp_path: Path) -> None:
+    outcome = runner.run("stage_functions:stop_itself", {}, folder=tmp_path, limits=StageLimits(1.0))
+
+    assert outcome.cause is Cause.TIMEOUT
+
+
+def test_a_stage_that_wants_too_much_memory_ends_as_oom(runner: StageRunner, tmp_path: Path) -> None:
+    outcome = runner.run("stage_functions:eat_memory", {}, folder=tmp_path, limits=StageLimits(120.0, memory_bytes=600_000_000))
+
+    assert outcome.cause is Cause.OOM
+
+
+def test_output_is_kept_up_to_a_limit_and_its_end_is_there(runner: StageRunner, tmp_path: Path) -> None:
+    outcome = runner.run("stage_functions:print_much", {}, folder=tmp_path, limits=StageLimits(60))
+
+    assert outcome.ok
+    assert outcome.output_tail.rstrip().endswith("the last words")
+    assert (tmp_path / LOG_FILE).stat().st_size <= KEPT_OUTPUT_BYTES
+
+
+def test_what_a_stage_does_to_its_process_stays_there(runner: StageRunner, tmp_path: Path) -> None:
+    runner.run("stage_functions:change_everything", {}, folder=tmp_path, limits=StageLimits(30))
+
+    after = runner.run("stage_functions:double", {"x": 1}, folder=tmp_path, limits=StageLimits(30))
+    assert after.value is not None
+    assert after.value["cwd"] == str(tmp_path)
+    assert "AUTOTUNE_TEST_LEAK" not in os.environ
+
+
+def test_a_killed_server_is_started_again_and_the_stage_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    with StageRunner(("numpy",)) as runner:
+        runner.start()
+        assert runner._process is not None
+        runner._process.kill()
+        runner._process.wait()
+
+        outcome = runner.run("stage_functions:double", {"x": 4}, folder=tmp_path, limits=StageLimits(30))
+
+    assert outcome.value is not None
+    assert outcome.value["value"] == 8
+
+
+def test_closing_the_runner_ends_its_server(tmp_path: Path) -> None:
+    runner = StageRunner(())
+    runner.start()
+    assert runner._process is not None
+    pid = runner._process.pid
+
+    runner.close()
+
+    assert not alive(pid)
