@@ -155,7 +155,7 @@ def _run(loaded: Any, out: Path, *, fresh: bool, as_json: bool) -> NoReturn:
         click.echo(f"{result.summary['verdict']} Resume with the same command:\n  {_command()}", err=True)
     if as_json:
         click.echo(json.dumps(result.summary))
-    else:
+    elif result.status != INTERRUPTED:
         from autotune.report import print_report
 
         print_report(result.summary, result.records)
@@ -188,15 +188,15 @@ def plan(sweep: Path | None, as_json: bool, **given: Any) -> None:
 @_json_option
 def demo(out: Path, trials: int | None, fresh: bool, as_json: bool) -> None:
     """Train a small network on scikit-learn's digits and tune it: pruning, conversion, quantization, session settings."""
-    from autotune.config import load_sweep
-    from autotune.demo import build_demo
+    from autotune.config import load_sweep, parse_sweep, write_sweep
+    from autotune.demo import build_demo, demo_sweep
 
     folder = out / "digits"
-    if fresh or not (folder / "sweep.yaml").exists():
-        click.echo(f"demo: training a network on scikit-learn's digits into {folder}", err=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        build_demo(folder)
     sweep = folder / "sweep.yaml"
+    if fresh or not sweep.exists():
+        click.echo(f"demo: training a network on scikit-learn's digits into {folder}", err=True)
+        build_demo(folder)
+        sweep.write_text(write_sweep(parse_sweep(demo_sweep())), encoding="utf-8")
     loaded = load_sweep(sweep) if trials is None else _load(sweep, {"model": None, "eval_path": None, "calib": None, "trials": trials})[0]
     _run(loaded, out / "run", fresh=fresh, as_json=as_json)
 

@@ -71,24 +71,27 @@ def build_demo(folder: Path, *, epochs: int = 5, seed: int = 0) -> Path:
 
 
 def demo_sweep() -> dict[str, Any]:
-    """Return the sweep of the demonstration: prune and train further, convert, quantize, choose the session; nothing has to stay."""
+    """Return the sweep of the demonstration: prune and train further, convert, quantize, choose the session. Small enough to try whole."""
     return {
         "schema": 1,
         "model": {"script": SCRIPT, "loader": "make_model", "weights": WEIGHTS_FILE, "outputs": ["logits"]},
         "data": {"eval": "eval.npz", "calibration": "calib.npz", "train": "train.npz"},
         "metric": "accuracy",
         "target": {"ep": "cpu", "threads": 1, "batch_size": 16},
-        "constraints": ["accuracy >= baseline - 10.0pt"],
+        "constraints": ["accuracy >= baseline - 10.0pt"], "pick": "knee",  # a wide limit, so that there is a front to see
         "objectives": ["latency", "accuracy"],
-        "budget": {"trials": 28},
+        "budget": {"trials": 28}, "measure": {"max_time": "1s", "final_time": "3s", "ratio_width": 0.02},
         "seed": 0,
         "chain": [
             {
                 "slot": "prune", "pass": "TorchPruning", "optional": True,
-                "params": {"keep_ratio": [0.75, 0.5, 0.375, 0.25, 0.125, 0.0625], "fine_tune_epochs": 4, "learning_rate": 0.004, "round_to": 4},
+                "params": {
+                    "keep_ratio": [0.75, 0.5, 0.375, 0.25, 0.1875, 0.125], "fine_tune_epochs": 4, "learning_rate": 0.004,
+                    "round_to": 4,
+                },
             },
             {"slot": "convert", "pass": "OnnxConversion"},
-            {"slot": "quantize", "pass": "OnnxQuantization", "optional": True, "params": {"quant_mode": "static"}},
+            {"slot": "quantize", "pass": "OnnxQuantization", "optional": True, "params": {"quant_mode": "static", "calibrate_method": "minmax", "op_types_to_quantize": "all", "per_channel": True}},
             {"slot": "session", "pass": "OrtPerfTuning"},
         ],
     }  # fmt: skip

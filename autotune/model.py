@@ -286,7 +286,8 @@ def read_onnx_head(path: Path) -> tuple[IoContract, int]:
     try:
         proto = onnx.load(str(path), load_external_data=False)
     except FileNotFoundError as error:
-        raise ConfigError("model", "the model file must exist", str(path)) from error
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.onnx")]) if path.parent.is_dir() else ""
+        raise ConfigError("model", "the model file must exist", str(path), near or "Check the path.") from error
     except Exception as error:  # protobuf raises errors of many kinds for a file that is no model
         raise ConfigError("model", "the file must be an ONNX model", f"{path}: {str(error).splitlines()[0] if str(error) else error!r}") from error
     if not proto.HasField("graph") or not proto.graph.node:

@@ -76,7 +76,7 @@ def activation_ranges(
         _open(limits)
         limits.collect_data(_Reader(walk()))
         ranges = limits.compute_data()
-        if method == "minmax":
+        if method == "minmax" or not list(ranges.keys()):
             return ranges
 
         bins = PERCENTILE_BINS if method == "percentile" else ENTROPY_BINS

@@ -17,10 +17,11 @@ from autotune.model import MODEL_FILE, ONNXModelHandler, save_onnx
 from autotune.passes.base import ONNX, AcceleratorSpec, Pass, PassConfigParam, PassContract
 from autotune.passes.onnx_graph import (
     check_types,
-    drop_unused_domains,
+    fit_domains,
     glob_like,
     graphs_of,
     library_errors,
+    load_fixed,
     loads_at_every_level,
     name_every_node,
     operator_counts,
@@ -80,7 +81,7 @@ class OnnxFloatToFloat16(Pass):
     def _run_for_config(self, model: ONNXModelHandler, config: Mapping[str, Any], output_model_path: Path) -> ONNXModelHandler:
         from onnxruntime.transformers import float16
 
-        given = model.load()
+        given = load_fixed(model)
         before = operator_counts(given)
         notes: dict[str, Any] = {"operators_before": before}
         if not _count_weights(given, _tensor_type("FLOAT")):
@@ -99,7 +100,7 @@ class OnnxFloatToFloat16(Pass):
                 disable_shape_infer=True, op_block_list=operators, node_block_list=blocked,
             )  # fmt: skip
             sort_nodes(converted.graph)  # the converter puts its casts at the end
-            drop_unused_domains(converted)
+            fit_domains(converted)
         doing = "Name the operators in its message in op_block_list, or leave this pass out."
         if sound:
             with library_errors(WHO, "the converted model must still type-check", doing):

@@ -191,6 +191,22 @@ def rename_new_initializers(proto: onnx.ModelProto, known: set[str]) -> None:
     rename(proto.graph, {})
 
 
+def load_fixed(model: ONNXModelHandler) -> onnx.ModelProto:
+    """Read a model whose weights are no inputs: old exporters list every weight as an input that may be fed.
+
+    Tools fold such weights and leave the input behind, which must then be fed. Nobody can see these inputs in a model's contract
+    (`ONNXModelHandler.io` leaves them out), so nobody loses anything.
+    """
+    proto = model.load()
+    weights = {t.name for t in proto.graph.initializer} | {t.values.name for t in proto.graph.sparse_initializer}
+    kept = [v for v in proto.graph.input if v.name not in weights]
+    if len(kept) < len(proto.graph.input):
+        del proto.graph.input[:]
+        proto.graph.input.extend(kept)
+        proto.ir_version = max(proto.ir_version, 4)  # before, each initializer had to be an input
+    return proto
+
+
 def lift_constants(proto: onnx.ModelProto) -> int:
     """Turn Constant nodes that hold a tensor into initializers of the same name; returns how many. Shapes and types stay.
 
@@ -263,14 +279,16 @@ def _names_taken(node: onnx.NodeProto) -> set[str]:
     return names
 
 
-def drop_unused_domains(proto: onnx.ModelProto) -> None:
-    """Remove operator set imports that no node, function or function's node needs; ONNX Runtime adds a dozen when it saves."""
+def fit_domains(proto: onnx.ModelProto) -> None:
+    """Import the operator sets that are used and no others: ONNX Runtime adds a dozen when it saves, its fusions forget their own."""
     used = {node.domain for graph in graphs_of(proto.graph) for node in graph.node}
     used |= {node.domain for function in proto.functions for node in function.node} | {f.domain for f in proto.functions}
     for index in range(len(proto.opset_import) - 1, -1, -1):
         domain = proto.opset_import[index].domain
         if domain not in DEFAULT_DOMAINS and domain not in used:
             del proto.opset_import[index]
+    if "com.microsoft" in used - {o.domain for o in proto.opset_import}:
+        proto.opset_import.add(domain="com.microsoft", version=1)
 
 
 def optimize_by_session(
@@ -297,7 +315,7 @@ def optimize_by_session(
             ort.InferenceSession(str(folder / "given.onnx"), options, providers=providers, disabled_optimizers=list(disabled) or None)
         saved = onnx.load(str(folder / "saved.onnx"))
     rename_new_initializers(saved, known)
-    drop_unused_domains(saved)
+    fit_domains(saved)
     return saved
 
 

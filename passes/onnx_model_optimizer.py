@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from autotune.model import ONNXModelHandler
 from autotune.passes.base import ONNX, AcceleratorSpec, Pass, PassConfigParam, PassContract
 from autotune.passes.onnx_graph import (
-    drop_unused_domains,
+    fit_domains,
     initializer_names,
     library_errors,
+    load_fixed,
     loads_at_every_level,
     operator_counts,
     optimize_by_session,
@@ -54,7 +55,7 @@ class OnnxModelOptimizer(Pass):
 
     def _run_for_config(self, model: ONNXModelHandler, config: Mapping[str, Any], output_model_path: Path) -> ONNXModelHandler:
         optimizer = config["optimizer"]
-        given = model.load()
+        given = load_fixed(model)
         with library_errors(WHO, f"the model must be one that {optimizer} takes", "Choose another optimizer, or leave this pass out."), quiet():
             result = self._optimized(optimizer, given)
         before, after = operator_counts(given), operator_counts(result)
@@ -89,5 +90,5 @@ class OnnxModelOptimizer(Pass):
             result = onnxscript_optimizer.optimize(copied)
         sort_nodes(result.graph)
         rename_new_initializers(result, known)
-        drop_unused_domains(result)
+        fit_domains(result)
         return result

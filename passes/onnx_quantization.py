@@ -28,6 +28,7 @@ from autotune.passes.onnx_graph import (
     is_quantized,
     library_errors,
     lift_constants,
+    load_fixed,
     name_every_node,
     operator_counts,
     optimize_by_session,
@@ -186,7 +187,7 @@ class OnnxQuantization(Pass):
                 raise PassConfigError(cls.__name__, f"op_types_to_quantize must name operators that {kind} has", repr(part), nearest(part, known))
 
     def _run_for_config(self, model: ONNXModelHandler, config: Mapping[str, Any], output_model_path: Path) -> ONNXModelHandler:
-        given = model.load()
+        given = load_fixed(model)
         if is_quantized(given):
             raise PassError(
                 WHO, "takes a float model", "one that holds quantized operators already", "Leave this pass out, or start from the float model."
@@ -204,6 +205,7 @@ class OnnxQuantization(Pass):
         prepared = _prepare(named, optimize=config["quant_preprocess"], excluded=excluded)
         operators = _operator_types(config)
         coverage = _coverage(prepared.proto, operators, prepared.excluded)
+        _refuse_wild_weights(prepared.proto)
         notes: dict[str, Any] = {"operators_before": before, "quantizable_nodes": coverage.quantizable, **prepared.notes}
         if not coverage.quantizable:
             return unchanged(model, output_model_path, coverage.reason, notes={**notes, "operators_after": before, "quantized_nodes": 0})
@@ -276,6 +278,7 @@ def _prepare(named: onnx.ModelProto, *, optimize: bool, excluded: Sequence[onnx.
     name_every_node(proto)
     lift_constants(proto)
     _own_biases(proto)
+    _own_weights(proto)
     return _Prepared(proto, names, notes)
 
 
@@ -358,6 +361,34 @@ def _own_biases(proto: onnx.ModelProto) -> None:
         node.input[2] = own.name
 
 
+def _own_weights(proto: onnx.ModelProto) -> None:
+    """Give nodes that take a weight along different axes a copy each.
+
+    Quantized per channel once, for the axis of the first node, a weight is silently wrong for a Gemm that takes it transposed.
+    """
+    initializers = {t.name: t for t in proto.graph.initializer}
+    taken = value_names(proto)
+    copies: dict[tuple[str, str], str] = {}
+    first: dict[str, str] = {}
+    for node in proto.graph.node:
+        for index in WEIGHTED.get(node.op_type, ()):
+            name = node.input[index] if index < len(node.input) else ""
+            if name not in initializers or len(initializers[name].dims) < 2:
+                continue
+            axis = f"{node.op_type} {index}"
+            if node.op_type in ("MatMul", "Gemm"):
+                transposed = any(a.name == ("transA", "transB")[index] and a.i for a in node.attribute)
+                axis = f"product {index != transposed}"
+            if first.setdefault(name, axis) == axis:
+                continue
+            if (name, axis) not in copies:
+                own = proto.graph.initializer.add()
+                own.CopyFrom(initializers[name])
+                own.name = copies[name, axis] = fresh_name(f"{name}_own", taken)
+                taken.add(own.name)
+            node.input[index] = copies[name, axis]
+
+
 def _operator_types(config: Mapping[str, Any]) -> list[str]:
     """Operator types for the quantizer, sorted: Conv is in the dynamic mode's `all` no more than a user names it."""
     known = _operators_of(config)
@@ -382,7 +413,7 @@ class _Coverage:
 
 def _coverage(proto: onnx.ModelProto, operators: Iterable[str], excluded: frozenset[str]) -> _Coverage:
     wanted = set(operators)
-    weights = {t.name for t in proto.graph.initializer}
+    weights = {t.name for t in proto.graph.initializer if t.data_type == _float_type()}
 
     def weighted(node: onnx.NodeProto) -> bool:
         return any(i < len(node.input) and node.input[i] in weights for i in WEIGHTED.get(node.op_type, ()))
@@ -398,10 +429,19 @@ def _coverage(proto: onnx.ModelProto, operators: Iterable[str], excluded: frozen
         reason = "every node of the chosen types is excluded"
     elif not quantizable:
         heavy = sorted(set(WEIGHTED) & wanted) or sorted(wanted)
-        reason = f"no {'/'.join(heavy[:6])} with constant weights in the main graph"
+        reason = f"no {'/'.join(heavy)} with constant float32 weights in the main graph"
         if listed:
             reason += f"; {listed} are inside bodies of If, Loop, Scan or of the model's own functions, which stay float"
     return _Coverage(quantizable=quantizable, reason=reason)
+
+
+def _refuse_wild_weights(proto: onnx.ModelProto) -> None:
+    """Raise `PassError` for weights that are not finite: no scale can be found for them, and the quantizer would not say so."""
+    from onnx import numpy_helper
+
+    for tensor in proto.graph.initializer:
+        if tensor.data_type == _float_type() and len(tensor.dims) > 1 and not np.isfinite(numpy_helper.to_array(tensor)).all():
+            raise PassError(WHO, "weights must be finite", f"NaN or infinity in {tensor.name!r}", "Mend the model, or exclude what it feeds.")
 
 
 def _scalar_scales(proto: onnx.ModelProto, operators: Iterable[str], notes: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -490,7 +530,7 @@ def _float_type() -> int:
 
 
 def _quantized_nodes(proto: onnx.ModelProto) -> int:
-    """Nodes that work with 8-bit weights: held by an integer operator, or by a float one behind a DequantizeLinear.
+    """Nodes that work with 8-bit weights: integer forms of operators that hold weights, and float ones behind a DequantizeLinear.
 
     A weight is told from a zero point by its rank, 2 or more.
     """
@@ -498,4 +538,5 @@ def _quantized_nodes(proto: onnx.ModelProto) -> int:
 
     small = {t.name for t in proto.graph.initializer if t.data_type in (onnx.TensorProto.INT8, onnx.TensorProto.UINT8) and len(t.dims) > 1}
     dequantized = {name for n in proto.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in small for name in n.output}
-    return sum(n.op_type != "DequantizeLinear" and not (small | dequantized).isdisjoint(n.input) for n in proto.graph.node)
+    holders = [n for n in proto.graph.node if any(name in n.op_type for name in WEIGHTED)]  # MatMulInteger, QLinearConv, QGemm ...
+    return sum(not (small | dequantized).isdisjoint(n.input) for n in holders)

@@ -15,9 +15,10 @@ from autotune.errors import PassConfigError, PassError
 from autotune.model import MODEL_FILE, ONNXModelHandler, save_onnx
 from autotune.passes.base import ONNX, AcceleratorSpec, Pass, PassConfigParam, PassContract
 from autotune.passes.onnx_graph import (
-    drop_unused_domains,
+    fit_domains,
     initializer_names,
     library_errors,
+    load_fixed,
     loads_at_every_level,
     operator_counts,
     quiet,
@@ -110,7 +111,7 @@ class OrtTransformersOptimization(Pass):
             )
 
     def _run_for_config(self, model: ONNXModelHandler, config: Mapping[str, Any], output_model_path: Path) -> ONNXModelHandler:
-        given = model.load()
+        given = load_fixed(model)
         before = operator_counts(given)
         if self.accelerator_spec.accelerator_type == "gpu" and config["opt_level"] > 0:
             self._refuse_missing_provider()
@@ -169,7 +170,7 @@ class OrtTransformersOptimization(Pass):
             result: onnx.ModelProto = fused.model
         sort_nodes(result.graph)
         rename_new_initializers(result, known)
-        drop_unused_domains(result)
+        fit_domains(result)
         return result, dict(sorted(counts.items()))
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+
+if TYPE_CHECKING:
+    from autotune.sweep.run import SweepResult
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
@@ -65,3 +70,34 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dynamic_axes={"x": {0: "batch"}, "logits": {0: "batch"}}, opset_version=17, dynamo=False,
     )  # fmt: skip
     return folder
+
+
+QUICK = {"max_time": "1s", "final_time": "1s", "ratio_width": 0.1}
+
+
+@pytest.fixture(scope="session")
+def sweep_of() -> Callable[..., dict[str, Any]]:
+    """A function that writes a small sweep over a folder like `digits`; keyword arguments replace its parts."""
+
+    def sweep(folder: Path, **more: Any) -> dict[str, Any]:
+        return {
+            "model": {"path": str(folder / "model.onnx")}, "data": {"eval": str(folder / "eval.npz"), "calibration": str(folder / "calib.npz")},
+            "metric": "accuracy", "constraints": ["accuracy >= baseline - 2.0pt"], "target": {"threads": 1}, "budget": {"trials": 5},
+            "measure": QUICK,
+            "chain": [
+                {"slot": "quantize", "pass": "OnnxQuantization", "optional": True,
+                 "params": {"quant_mode": ["static", "dynamic"], "per_channel": True, "calibrate_method": "minmax", "op_types_to_quantize": "all"}},
+                {"slot": "session", "pass": "OrtPerfTuning", "params": {"graph_optimization_level": ["all", "basic"]}},
+            ],
+            **more,
+        }  # fmt: skip
+
+    return sweep
+
+
+@pytest.fixture(scope="session")
+def finished(digits: Path, sweep_of: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> SweepResult:
+    """The result of that sweep, run once for all tests that only look at it."""
+    from autotune.sweep.run import run
+
+    return run(sweep_of(digits), tmp_path_factory.mktemp("run") / "out")

@@ -133,10 +133,22 @@ def test_start_points_are_completed_by_defaults(tmp_path: Path) -> None:
     ("chain", "start", "message"),
     [
         ([{"pass": "OnnxQuantisation"}], [], "a pass must be a known name; got 'OnnxQuantisation'. Did you mean 'OnnxQuantization'?"),
-        ([{"pass": "OnnxQuantization", "params": {"per_chanel": True}}], [], "parameters must be those of its table; got 'per_chanel'. Did you mean 'per_channel'?"),
-        ([QUANTIZE], [{"quantize.quant_mod": "static"}], "names must be variables of the space; got 'quantize.quant_mod'. Did you mean 'quantize.quant_mode'?"),
+        (
+            [{"pass": "OnnxQuantization", "params": {"per_chanel": True}}],
+            [],
+            "parameters must be those of its table; got 'per_chanel'. Did you mean 'per_channel'?",
+        ),
+        (
+            [QUANTIZE],
+            [{"quantize.quant_mod": "static"}],
+            "names must be variables of the space; got 'quantize.quant_mod'. Did you mean 'quantize.quant_mode'?",
+        ),
         ([QUANTIZE], [{"quantize.quant_mode": "statik"}], "quantize.quant_mode must be one of 'static', 'dynamic'; got 'statik'."),
-        ([{"pass": "OnnxQuantization", "params": {"calibration_data_dir": "calibb.npz"}}], [], "the path must exist; got 'calibb.npz'. Did you mean 'calib.npz'?"),
+        (
+            [{"pass": "OnnxQuantization", "params": {"calibration_data_dir": "calibb.npz"}}],
+            [],
+            "the path must exist; got 'calibb.npz'. Did you mean 'calib.npz'?",
+        ),
         ([{"pass": "OnnxQuantization", "params": {"per_channel": 3}}], [], "OnnxQuantization: per_channel must be bool; got 3."),
     ],
 )

@@ -132,10 +132,13 @@ def check_contributing(bin_folder: Path, scratch: Path) -> None:
     for name, text in blocks:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    python = bin_folder / "python"
-    run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", folder], scratch)
+    run([sys.executable, "-m", "build", "--wheel", "--no-isolation"], folder)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    run([bin_folder / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel], scratch)
     (tests,) = (name for name, _ in blocks if Path(name).name.startswith("test_"))
-    run([python, "-m", "pytest", "-q", tests], folder)
+    (scratch / "own_tests").mkdir()  # away from the sources: the installed pass is meant
+    shutil.copy(folder / tests, scratch / "own_tests")
+    run([bin_folder / "python", "-m", "pytest", "-q", tests], scratch / "own_tests")
     (entry,) = re.findall(r'entry-points\."autotune\.passes"\]\n(\w+) =', "\n".join(text for _, text in blocks))
     must(entry in run([bin_folder / "autotune", "passes", "list"], scratch), f"autotune passes list must name {entry}")
 

@@ -9,6 +9,8 @@ import contextlib
 import json
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from ray import tune
 from ray.tune import FailureConfig, RunConfig, TuneConfig
 from ray.tune.search import Searcher
 
-from autotune.digest import canonical
+from autotune.digest import dump_json
 from autotune.errors import EnvironmentFault
 from autotune.pipeline import Pipeline
 from autotune.records import Cause, Status, TrialRecord
@@ -44,6 +46,17 @@ WORKER_FAILURES = 1  # a trial whose worker died is run once more
 OnTrial = Callable[[TrialRecord], None]
 
 
+class EachStep(tune.Callback):
+    """Lets an interrupt be raised between two steps of Tune's loop, in Python and not inside Ray's native code."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        """Called ten times a second."""
+        self._check()
+
+
 class PointSearcher(Searcher):
     """Hands our points to Ray and takes the ends of trials back. Never raises while Ray asks: that would end the sweep."""
 
@@ -67,7 +80,13 @@ class PointSearcher(Searcher):
         if asked is None:
             return str(Searcher.FINISHED)
         self._running[trial_id] = asked
-        return {"run": str(self._run), "number": asked.number, "point": canonical(asked.point), "origin": asked.origin, "attempt": asked.attempt}
+        return {
+            "run": str(self._run),
+            "number": asked.number,
+            "point": dump_json(asked.point, indent=None),
+            "origin": asked.origin,
+            "attempt": asked.attempt,
+        }
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Read the trial's record from disk and tell it; a trial without one lost its worker."""
@@ -131,6 +150,7 @@ def local_ray() -> Iterator[None]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         if ours:
+            handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
             try:
                 ray.init(
                     num_cpus=effective_cpus(), include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL,
@@ -138,6 +158,9 @@ def local_ray() -> Iterator[None]:
                 )  # fmt: skip
             except Exception as error:  # Ray raises many kinds here
                 raise EnvironmentFault("ray", "Ray must start on this machine", str(error).splitlines()[0] if str(error) else repr(error)) from error
+            if threading.current_thread() is threading.main_thread():
+                for number, handler in handlers.items():  # Ray puts handlers of its own in their place
+                    signal.signal(number, handler)
         yield
     finally:
         if ours:
@@ -150,9 +173,10 @@ def local_ray() -> Iterator[None]:
 
 
 def run_trials(
-    run: Path, search: Search, *, on_trial: OnTrial, may_start: Callable[[], bool], read_record: Callable[[int], TrialRecord | None]
-) -> None:
-    """Run trials until the search ends, `may_start` says no, or an interrupt comes. Raises what our own code raised inside."""
+    run: Path, search: Search, *, on_trial: OnTrial, may_start: Callable[[], bool], read_record: Callable[[int], TrialRecord | None],
+    check: Callable[[], None],
+) -> None:  # fmt: skip
+    """Run trials until the search ends, `may_start` says no, or `check` (called often) raises. Raises what our own code raised inside."""
     searcher = PointSearcher(run, search, read_record, on_trial, may_start)
     tuner = tune.Tuner(
         tune.with_resources(run_point, {"cpu": effective_cpus()}),
@@ -160,9 +184,10 @@ def run_trials(
             search_alg=searcher, num_samples=-1, max_concurrent_trials=1, reuse_actors=True,
             trial_name_creator=_trial_name, trial_dirname_creator=_trial_name,
         ),
-        run_config=RunConfig(name="tune", storage_path=str(run / "ray"), verbose=0, failure_config=FailureConfig(max_failures=0)),
+        run_config=RunConfig(name="tune", storage_path=str(run / "ray"), verbose=0, failure_config=FailureConfig(max_failures=0), callbacks=[EachStep(check)]),
     )  # fmt: skip
     with local_ray():
+        check()
         tuner.fit()
     if searcher.error is not None:
         raise searcher.error

@@ -48,8 +48,11 @@ EXIT = {DELIVERED: 0, NONE_FEASIBLE: 4, INTERRUPTED: 130}
 Say = Callable[[str], None]
 
 
-class Interrupted(Exception):
-    """Ctrl-C, SIGTERM or a closed terminal, at a moment where all that is finished is on disk."""
+class Interrupted(BaseException):
+    """Ctrl-C, SIGTERM or a closed terminal, at a moment where all that is finished is on disk.
+
+    No `Exception`: libraries that catch those in their loops would swallow it.
+    """
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,8 @@ def run(sweep: LoadedSweep | Mapping[str, Any] | str | Path, out: str | Path, *,
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_foreign(folder)
-    with one_writer(folder), interruptible():
-        return _Sweep(prepared, folder, say).run()
+    with one_writer(folder), interruptible() as interrupts:
+        return _Sweep(prepared, folder, say, interrupts).run()
 
 
 def _loaded(sweep: LoadedSweep | Mapping[str, Any] | str | Path) -> LoadedSweep:
@@ -161,26 +164,53 @@ def one_writer(folder: Path) -> Iterator[None]:
         yield
 
 
+class Interrupts:
+    """The signals that end a sweep early. The first one is raised as `Interrupted`; a second one ends the process at once (130).
+
+    While `held`, a signal is only kept: native code that it would be raised through turns it into another error. Whoever holds it
+    calls `check` where it may be raised.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self._held = False
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        """Take a signal in."""
+        self.seen.append(number)
+        if len(self.seen) > 1:
+            os._exit(130)
+        if not self._held:
+            self.check()
+
+    def check(self) -> None:
+        """Raise `Interrupted` if a signal came."""
+        if self.seen:
+            raise Interrupted(signal.Signals(self.seen[0]).name)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep signals until the block ends, then raise."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        self.check()
+
+
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Turn the first SIGINT, SIGTERM or SIGHUP into `Interrupted`; a second one ends the process at once (130)."""
+def interruptible() -> Iterator[Interrupts]:
+    """Handle SIGINT, SIGTERM and SIGHUP as interrupts of the sweep, as far as this is the main thread."""
     import threading
 
+    interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield interrupts
         return
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    seen: list[int] = []
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        seen.append(number)
-        if len(seen) > 1:
-            os._exit(130)
-        raise Interrupted(signal.Signals(number).name)
-
-    before = {s: signal.signal(s, handle) for s in signals}
+    before = {s: signal.signal(s, interrupts.handle) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield
+        yield interrupts
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -189,8 +219,8 @@ def interruptible() -> Iterator[None]:
 class _Sweep:
     """One call of `run`: the steps in order, each resumable."""
 
-    def __init__(self, prepared: Prepared, folder: Path, say: Say) -> None:
-        self.prepared, self.folder, self.say = prepared, folder, say
+    def __init__(self, prepared: Prepared, folder: Path, say: Say, interrupts: Interrupts) -> None:
+        self.prepared, self.folder, self.say, self.interrupts = prepared, folder, say, interrupts
         self.sweep = prepared.sweep
         self.started = time.monotonic()
         self.notes = list(prepared.notes)
@@ -419,7 +449,10 @@ class _Sweep:
         def on_trial(record: TrialRecord) -> None:
             self.say(f"{record.id} [{len(search.records)}/{search.total}] {line_of(record, self.prepared.metric.name)}")
 
-        run_trials(self.folder, search, on_trial=on_trial, may_start=may_start, read_record=record_reader(self.folder))
+        with self.interrupts.held():
+            run_trials(
+                self.folder, search, on_trial=on_trial, may_start=may_start, read_record=record_reader(self.folder), check=self.interrupts.check
+            )
 
     # ------------------------------------------------------------------ the choice
 
@@ -444,7 +477,9 @@ class _Sweep:
             if len(finals) == FINALISTS:
                 # The choice goes on among those whose figures are fresh; the untouched model is always one of them.
                 self.notes.append(f"{FINALISTS} finalists were measured afresh; the choice is among them and the untouched model")
-                records = [r if r.id in finals or r.unchanged else replace(r, status=_passed_over(r), message=r.message or NO_FINALIST) for r in records]
+                records = [
+                    r if r.id in finals or r.unchanged else replace(r, status=_passed_over(r), message=r.message or NO_FINALIST) for r in records
+                ]
                 finals |= {r.id: (r, self._final(plan, r, runner)[1]) for r in records if r.unchanged}
                 continue
             chosen = next(r for r in records if r.id == selection.best)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotune.digest import canonical
+from autotune.digest import dump_json
 from autotune.errors import ConfigError, EnvironmentFault
 from autotune.records import Status, TrialRecord
 from autotune.search_spaces.optuna_space import point_to_params, suggest_point
@@ -192,7 +192,7 @@ class Search:
         import optuna
 
         params, distributions = point_to_params(self.space, point) if point else ({}, {})
-        attributes = {"point": canonical(point), "origin": origin}
+        attributes = {"point": dump_json(point, indent=None), "origin": origin}
         state = optuna.trial.TrialState.RUNNING
         self.study.add_trial(optuna.trial.create_trial(state=state, params=params, distributions=distributions, user_attrs=attributes))
         written = len(self.study.get_trials(deepcopy=False)) - 1

@@ -113,7 +113,9 @@ def test_an_untouched_model_outside_the_space_is_tried_beyond_the_budget(tmp_pat
     asked = []
     while (one := search.ask()) is not None:
         asked.append(one)
-        search.tell(evaluate(one) if one.point else TrialRecord(one.number, {}, Status.OK, "untouched", metrics=evaluate(Asked(0, UNTOUCHED, "")).metrics))
+        search.tell(
+            evaluate(one) if one.point else TrialRecord(one.number, {}, Status.OK, "untouched", metrics=evaluate(Asked(0, UNTOUCHED, "")).metrics)
+        )
 
     assert len(asked) == 6
     assert asked[1].point == {}

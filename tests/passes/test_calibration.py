@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from onnx import helper
+from onnxruntime.quantization import calibrate
+
+from autotune.errors import ConfigError, PassError
+from autotune.model import ONNXModelHandler
+from autotune.passes.calibration import ENTROPY_BINS, PERCENTILE_BINS, QUANTIZED_BINS, activation_ranges, calibration_feeds
+from autotune.passes.onnx_graph import quiet
+from tests.passes.small_onnx import handler, random_weight
+
+OPERATORS = ["MatMul", "Relu"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ONNXModelHandler:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"], "first"), helper.make_node("Relu", ["h"], ["y"], "relu")]
+    return handler(tmp_path / "model", nodes, [random_weight("w", 16, 16)])
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> tuple[Path, NDArray[np.float32]]:
+    """Rows that grow, so that a histogram begun at the first row would have to grow too."""
+    x = (np.random.default_rng(0).standard_normal((20, 16)) * np.linspace(0.01, 10, 20)[:, None]).astype(np.float32)
+    np.savez(tmp_path / "rows.npz", x=x)
+    return tmp_path / "rows.npz", x
+
+
+def feeds_of(x: NDArray[np.float32]) -> calibrate.CalibrationDataReader:
+    class Reader(calibrate.CalibrationDataReader):
+        def __init__(self) -> None:
+            self.left = iter([{"x": row[None]} for row in x])
+
+        def get_next(self) -> dict[str, NDArray[np.float32]] | None:
+            return next(self.left, None)
+
+    return Reader()
+
+
+def test_minmax_ranges_are_those_of_the_values(model: ONNXModelHandler, rows: tuple[Path, NDArray[np.float32]]) -> None:
+    path, x = rows
+    walk = calibration_feeds(path, model.io, 100, who="test")
+
+    ranges = activation_ranges(model.path, walk, method="minmax", percentile=100.0, op_types=OPERATORS)
+
+    low, high = ranges["x"].range_value
+    assert (float(low.item()), float(high.item())) == (float(x.min()), float(x.max()))
+    assert set(ranges.keys()) == {"x", "h", "y"}
+
+
+@pytest.mark.parametrize("method", ["percentile", "entropy"])
+def test_histograms_filled_row_by_row_are_those_of_all_rows_at_once(
+    method: str, model: ONNXModelHandler, rows: tuple[Path, NDArray[np.float32]], tmp_path: Path
+) -> None:
+    path, x = rows
+    maker = calibrate.PercentileCalibrater if method == "percentile" else calibrate.EntropyCalibrater
+    bins = (
+        {"num_bins": PERCENTILE_BINS, "percentile": 99.0}
+        if method == "percentile"
+        else {"num_bins": ENTROPY_BINS, "num_quantized_bins": QUANTIZED_BINS}
+    )
+    with quiet():
+        at_once = maker(model.path, OPERATORS, str(tmp_path / "augmented.onnx"), symmetric=False, **bins)
+        at_once.augment_graph()
+        at_once.create_inference_session()
+        at_once.collect_data(feeds_of(x))
+        expected = at_once.compute_data()
+
+    ranges = activation_ranges(model.path, calibration_feeds(path, model.io, 100, who="test"), method=method, percentile=99.0, op_types=OPERATORS)
+
+    assert set(ranges.keys()) == set(expected.keys())
+    for name in expected:
+        np.testing.assert_array_equal(ranges[name].range_value, expected[name].range_value)
+
+
+def test_a_percentile_cuts_what_lies_far_out(model: ONNXModelHandler, rows: tuple[Path, NDArray[np.float32]]) -> None:
+    path, x = rows
+    walk = calibration_feeds(path, model.io, 100, who="test")
+
+    ranges = activation_ranges(model.path, walk, method="percentile", percentile=90.0, op_types=OPERATORS)
+
+    low, high = (float(v) for v in ranges["x"].range_value)
+    bin_width = 2 * float(np.abs(x).max()) / PERCENTILE_BINS
+    for share, inside in ((0.05, x < low), (0.05, x > high)):
+        assert abs(float(inside.mean()) - share) <= 1 / x.size + float((np.abs(x - low) < bin_width).mean() + (np.abs(x - high) < bin_width).mean())
+
+
+def test_samples_are_spread_over_the_whole_file(model: ONNXModelHandler, rows: tuple[Path, NDArray[np.float32]]) -> None:
+    path, x = rows
+
+    fed = [feed["x"] for feed in calibration_feeds(path, model.io, 3, who="test")()]
+
+    np.testing.assert_array_equal(np.concatenate(fed), x[[0, 10, 19]])
+
+
+def test_more_samples_than_rows_takes_each_row_once_and_can_be_walked_again(model: ONNXModelHandler, rows: tuple[Path, NDArray[np.float32]]) -> None:
+    path, x = rows
+    walk = calibration_feeds(path, model.io, 1000, who="test")
+
+    first, second = ([feed["x"] for feed in walk()] for _ in range(2))
+
+    np.testing.assert_array_equal(np.concatenate(first), x)
+    np.testing.assert_array_equal(np.concatenate(second), x)
+
+
+def test_data_that_does_not_fit_the_model_is_refused(model: ONNXModelHandler, tmp_path: Path) -> None:
+    np.savez(tmp_path / "other.npz", z=np.zeros((4, 16), np.float32))
+
+    with pytest.raises(ConfigError, match="array for each model input"):
+        calibration_feeds(tmp_path / "other.npz", model.io, 10, who="test")
+
+
+def test_no_samples_is_an_error(model: ONNXModelHandler, rows: tuple[Path, NDArray[np.float32]]) -> None:
+    with pytest.raises(PassError, match="at least one sample"):
+        calibration_feeds(rows[0], model.io, 0, who="test")
