@@ -78,7 +78,8 @@ def demo_sweep() -> dict[str, Any]:
         "data": {"eval": "eval.npz", "calibration": "calib.npz", "train": "train.npz"},
         "metric": "accuracy",
         "target": {"ep": "cpu", "threads": 1, "batch_size": 16},
-        "constraints": ["accuracy >= baseline - 10.0pt"], "pick": "knee",  # a wide limit, so that there is a front to see
+        "constraints": ["accuracy >= baseline - 10.0pt"],  # wide, so that there is a front to see
+        "pick": "knee",
         "objectives": ["latency", "accuracy"],
         "budget": {"trials": 28}, "measure": {"max_time": "1s", "final_time": "3s", "ratio_width": 0.02},
         "seed": 0,
@@ -91,7 +92,10 @@ def demo_sweep() -> dict[str, Any]:
                 },
             },
             {"slot": "convert", "pass": "OnnxConversion"},
-            {"slot": "quantize", "pass": "OnnxQuantization", "optional": True, "params": {"quant_mode": "static", "calibrate_method": "minmax", "op_types_to_quantize": "all", "per_channel": True}},
+            {
+                "slot": "quantize", "pass": "OnnxQuantization", "optional": True,
+                "params": {"quant_mode": "static", "calibrate_method": "minmax", "op_types_to_quantize": "all", "per_channel": True},
+            },
             {"slot": "session", "pass": "OrtPerfTuning"},
         ],
     }  # fmt: skip

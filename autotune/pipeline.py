@@ -5,17 +5,18 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from autotune.config import LoadedSweep, SlotSection
-from autotune.errors import ConfigError, nearest
+from autotune.errors import ConfigError, PassConfigError, nearest
 from autotune.model import ONNX, PYTORCH
 from autotune.passes.base import SEARCH, ParamCategory, Pass
 from autotune.passes.registry import get_pass
 from autotune.search_spaces.parameters import Categorical, Conditional, ConditionalDefault, Parameter, same
-from autotune.search_spaces.space import Alternative, Point, Rule, Slot, Space, compile_space, point_key, walk
-from autotune.target import Target
+from autotune.search_spaces.space import Alternative, Point, Rule, Slot, Space, compile_space, walk
+from autotune.target import AcceleratorSpec, Target
 
 QUANTIZED_OPERATORS = frozenset(
     {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger", "DynamicQuantizeLinear"}
@@ -67,16 +68,43 @@ class Formats:
 
 @dataclass(frozen=True)
 class Refused:
-    """A rule that refuses one alternative, always or at given parameter values."""
+    """A rule that refuses one alternative, whatever its parameters."""
 
     slot: str
     pass_name: str
-    at: tuple[tuple[str, Any], ...] = ()  # (variable, value): all of them together are refused
+
+    def __call__(self, values: Mapping[str, Any]) -> bool:
+        return values.get(self.slot) != self.pass_name
+
+
+@dataclass(frozen=True)
+class ConfigRule:
+    """A rule on a pass's whole config. `kind`: `pass-config` (what it refuses), `data-needed` or `opset-floor`.
+
+    `roles` are the data there are, `opset` the model's (0: not known, or the pass takes no ONNX).
+    """
+
+    kind: str
+    slot: str
+    pass_name: str
+    pass_class: type[Pass]
+    accelerator: AcceleratorSpec
+    roles: frozenset[str]
+    opset: int
 
     def __call__(self, values: Mapping[str, Any]) -> bool:
         if values.get(self.slot) != self.pass_name:
             return True
-        return not all(name in values and same(values[name], value) for name, value in self.at) if self.at else False
+        prefix = f"{self.slot}."
+        try:
+            config = self.pass_class.resolve(self.accelerator, {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)})
+        except PassConfigError:
+            return self.kind != "pass-config"
+        if self.kind == "data-needed":
+            return self.pass_class.needed_data(config) <= self.roles
+        if self.kind == "opset-floor" and self.opset:
+            return self.pass_class.needed_opset(config) <= self.opset
+        return True
 
 
 class Pipeline:
@@ -110,7 +138,7 @@ class Pipeline:
             self.classes[name] = pass_class
             user = self._user_values(pass_class, choice.params)
             self._user[section.name, name] = user
-            alternatives.append(Alternative(name, self._variables(section.name, pass_class, user)))
+            alternatives.append(Alternative(name, self._variables(section.name, pass_class, user), written=_written(user)))
         return Slot(section.name, tuple(alternatives), optional=section.optional)
 
     def _user_values(self, pass_class: type[Pass], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +155,8 @@ class Pipeline:
                 values[name] = self._named(pass_class, name, given)
             else:
                 values[name] = given
+        if self.target.threads_fixed and pass_class.contract.session_only and "intra_op_num_threads" in table:
+            values.setdefault("intra_op_num_threads", self.target.run_threads)  # the number named for the target holds here too
         return values
 
     def _existing(self, who: str, name: str) -> Path:
@@ -155,8 +185,6 @@ class Pipeline:
         accelerator = self.target.accelerator
         table = pass_class.default_config(accelerator)
         parameters = pass_class.search_space(accelerator, user, search=self.sweep.config.search.enabled)
-        if self.target.threads_fixed:
-            self._fix_threads(pass_class, user, parameters)
         watched = {p for parameter in parameters.values() if isinstance(parameter, Conditional) for p in _parents_of(parameter)}
         for name, row in table.items():
             self._defaults[f"{slot}.{name}"] = row.default_value
@@ -169,16 +197,6 @@ class Pipeline:
             or len(parameter.values) > 1
             or not same(parameter.values[0], table[name].default_value)
         }
-
-    def _fix_threads(self, pass_class: type[Pass], user: Mapping[str, Any], parameters: dict[str, Parameter]) -> None:
-        """A number of threads that the user named for the target holds for session tuning too."""
-        for name in ("intra_op_num_threads", "inter_op_num_threads"):
-            if pass_class.contract.session_only and name in parameters and name not in user:
-                parameter = parameters[name]
-                if name == "intra_op_num_threads":
-                    parameters[name] = Categorical([self.target.run_threads])
-                elif isinstance(parameter, Categorical):
-                    parameters[name] = Categorical([parameter.values[0]])
 
     def _rules(self, slots: list[Slot]) -> list[Rule]:
         formats = {name: (c.contract.accepts, c.contract.returns) for name, c in self.classes.items()}
@@ -195,9 +213,8 @@ class Pipeline:
         ep = self.target.execution_provider
         found: list[Rule] = []
 
-        def refuse(rule_id: str, message: str, at: tuple[tuple[str, Any], ...] = ()) -> None:
-            rule = Refused(slot, name, at)
-            found.append(Rule(rule_id, (slot, *(variable for variable, _ in at)), rule, f"{name}: {message}"))
+        def refuse(rule_id: str, message: str) -> None:
+            found.append(Rule(rule_id, (slot,), Refused(slot, name), f"{name}: {message}"))
 
         if contract.execution_providers and ep not in contract.execution_providers:
             refuse("provider-mismatch", f"is for {', '.join(contract.execution_providers)}, the target is {ep}")
@@ -208,22 +225,29 @@ class Pipeline:
                 refuse("missing-engine", f"needs the package {package}; install {extra}")
         if contract.refuses_quantized_input and self.facts.quantized:
             refuse("order", "the model is quantized already")
-        if contract.accepts == ONNX and contract.min_opset > self.facts.opset > 0:
-            refuse("opset-floor", f"needs opset {contract.min_opset}, the model has {self.facts.opset}")
-        for parameter, role in contract.data.items():
-            if role == "calibration" and contract.needs_calibration_when and role not in self.data and parameter not in self._user[slot, name]:
-                self._data_rule(slot, alternative, refuse)
+        found += self._config_rules(slot, alternative)
         return found
 
-    def _data_rule(self, slot: str, alternative: Alternative, refuse: Callable[..., None]) -> None:
-        at = []
-        for parameter, value in self.classes[alternative.name].contract.needs_calibration_when.items():
-            if parameter in alternative.parameters:
-                at.append((f"{slot}.{parameter}", value))
-            elif not same(self._defaults.get(f"{slot}.{parameter}"), value):
-                return
-        values = ", ".join(f"{v.partition('.')[2]}={value!r}" for v, value in at)
-        refuse("data-needed", f"needs calibration data{' with ' + values if values else ''}; give data.calibration", tuple(at))
+    def _config_rules(self, slot: str, alternative: Alternative) -> list[Rule]:
+        """Rules that look at a pass's whole config: what it refuses together, the data it needs, the opset it needs.
+
+        Left out for a pass with very many combinations: there a trial says it, with the same words.
+        """
+        pass_class = self.classes[alternative.name]
+        names = [slot, *(f"{slot}.{p}" for p in alternative.parameters)]
+        if prod(_choices_in(p) for p in alternative.parameters.values()) > MOST_CONFIGS_CHECKED:
+            return []
+        user = self._user[slot, alternative.name]
+        roles = {role for parameter, role in pass_class.contract.data.items() if role in self.data or parameter in user}
+        needs = sorted(set(pass_class.contract.data.values()) - roles)
+        messages = {
+            "pass-config": "these values don't go together",
+            "data-needed": f"needs {' and '.join(needs)} data here; give {', '.join(f'data.{n}' for n in needs)}",
+            "opset-floor": f"needs a later opset here than the model's {self.facts.opset}",
+        }
+        opset = self.facts.opset if self.facts.format == ONNX and pass_class.contract.accepts == ONNX else 0
+        checks = [ConfigRule(kind, slot, alternative.name, pass_class, self.target.accelerator, frozenset(roles), opset) for kind in messages]
+        return [Rule(c.kind, tuple(names), c, f"{alternative.name}: {messages[c.kind]}") for c in checks]
 
     # ------------------------------------------------------------------ points
 
@@ -311,6 +335,21 @@ class Pipeline:
         return changed
 
 
+MOST_CONFIGS_CHECKED = 5_000
+
+
+def _written(user: Mapping[str, Any]) -> frozenset[str]:
+    """Parameters whose condition the user wrote: each of its rows must be able to occur."""
+    return frozenset(n for n, v in user.items() if isinstance(v, Conditional) or (isinstance(v, Mapping) and v.get("type") == "Conditional"))
+
+
+def _choices_in(parameter: Parameter) -> int:
+    """An upper bound on a parameter's choices over all branches."""
+    if isinstance(parameter, Categorical):
+        return len(parameter.values)
+    return max([1, *(_choices_in(b) for b in [*parameter.support.values(), parameter.default] if isinstance(b, Categorical | Conditional))])
+
+
 def _parents_of(parameter: Conditional) -> set[str]:
     """Parents of a condition and of the conditions nested in its branches."""
     found = set(parameter.parents)
@@ -320,4 +359,4 @@ def _parents_of(parameter: Conditional) -> set[str]:
     return found
 
 
-__all__ = ["Formats", "InputFacts", "Pipeline", "Refused", "Step", "point_key"]
+__all__ = ["ConfigRule", "Formats", "InputFacts", "Pipeline", "Refused", "Step"]

@@ -136,6 +136,11 @@ class Pass(ABC):
         return frozenset({"calibration"}) if needs else frozenset()
 
     @classmethod
+    def needed_opset(cls, config: Mapping[str, Any]) -> int:
+        """Return the lowest opset of an ONNX input that this resolved config works on."""
+        return cls.contract.min_opset
+
+    @classmethod
     def default_config(cls, accelerator_spec: AcceleratorSpec) -> dict[str, PassConfigParam]:
         """Return the checked table: every default and searchable value has the declared type, every parent exists."""
         table = cls._default_config(accelerator_spec)

@@ -186,6 +186,11 @@ class OnnxQuantization(Pass):
                 kind = config["quant_mode"] if config["quant_mode"] == "dynamic" else config["quant_format"]
                 raise PassConfigError(cls.__name__, f"op_types_to_quantize must name operators that {kind} has", repr(part), nearest(part, known))
 
+    @classmethod
+    def needed_opset(cls, config: Mapping[str, Any]) -> int:
+        """Scales per channel came with opset 13."""
+        return PER_CHANNEL_OPSET if config["per_channel"] else cls.contract.min_opset
+
     def _run_for_config(self, model: ONNXModelHandler, config: Mapping[str, Any], output_model_path: Path) -> ONNXModelHandler:
         given = load_fixed(model)
         if is_quantized(given):

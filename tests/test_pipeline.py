@@ -91,6 +91,31 @@ def test_points_that_never_become_onnx_are_pruned(tmp_path: Path) -> None:
     assert chain.space.invalid["order"] > 0
 
 
+def test_pruning_that_trains_is_pruned_by_name_without_training_data(tmp_path: Path) -> None:
+    chain = pipeline(tmp_path, [{"slot": "prune", "pass": "TorchPruning"}, {"slot": "convert", "pass": "OnnxConversion"}], facts=InputFacts(PYTORCH))
+
+    assert {p["prune.fine_tune_epochs"] for p in enumerate_points(chain.space)} == {0}
+    assert chain.space.invalid["data-needed"] > 0
+
+
+def test_scales_per_channel_are_pruned_by_name_below_opset_13(tmp_path: Path) -> None:
+    chain = pipeline(tmp_path, [QUANTIZE, SESSION], facts=InputFacts(ONNX, 11, {"Conv": 3}))
+
+    assert {p.get("quantize.per_channel") for p in enumerate_points(chain.space)} == {None, False}
+    assert chain.space.invalid["opset-floor"] > 0
+
+
+def test_values_that_a_pass_refuses_together_are_pruned_by_name(tmp_path: Path) -> None:
+    params = {"quant_mode": "static", "activation_type": ["uint8", "int8"], "weight_type": ["int8", "uint8"]}
+    chain = pipeline(tmp_path, [{**QUANTIZE, "params": params}, SESSION])
+
+    pairs = {(p["quantize.activation_type"], p["quantize.weight_type"]) for p in enumerate_points(chain.space) if p["quantize"]}
+
+    assert ("int8", "uint8") not in pairs
+    assert len(pairs) == 3
+    assert chain.space.invalid["pass-config"] > 0
+
+
 def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
     chain = pipeline(tmp_path, [QUANTIZE, SESSION], facts=InputFacts(ONNX, 17, {"QuantizeLinear": 2, "Conv": 1}))
 

@@ -178,13 +178,16 @@ def run_trials(
 ) -> None:  # fmt: skip
     """Run trials until the search ends, `may_start` says no, or `check` (called often) raises. Raises what our own code raised inside."""
     searcher = PointSearcher(run, search, read_record, on_trial, may_start)
+    run_config = RunConfig(
+        name="tune", storage_path=str(run / "ray"), verbose=0, failure_config=FailureConfig(max_failures=0), callbacks=[EachStep(check)]
+    )
     tuner = tune.Tuner(
         tune.with_resources(run_point, {"cpu": effective_cpus()}),
         tune_config=TuneConfig(
             search_alg=searcher, num_samples=-1, max_concurrent_trials=1, reuse_actors=True,
             trial_name_creator=_trial_name, trial_dirname_creator=_trial_name,
         ),
-        run_config=RunConfig(name="tune", storage_path=str(run / "ray"), verbose=0, failure_config=FailureConfig(max_failures=0), callbacks=[EachStep(check)]),
+        run_config=run_config,
     )  # fmt: skip
     with local_ray():
         check()
