@@ -11,7 +11,7 @@ from typing import Any
 
 from autotune.config import LoadedSweep, SlotSection
 from autotune.errors import ConfigError, PassConfigError, nearest
-from autotune.model import ONNX, PYTORCH
+from autotune.model import ONNX, PYTORCH, load_script
 from autotune.passes.base import SEARCH, ParamCategory, Pass
 from autotune.passes.registry import get_pass
 from autotune.search_spaces.parameters import Categorical, Conditional, ConditionalDefault, Parameter, same
@@ -120,6 +120,8 @@ class Pipeline:
             for role, name in (("calibration", sweep.config.data.calibration), ("train", sweep.config.data.train))
             if name is not None
         }
+        if sweep.config.script is not None:
+            load_script(sweep.path(sweep.config.script), who="script")  # it may register passes of its own
         self.classes: dict[str, type[Pass]] = {}
         self._user: dict[tuple[str, str], dict[str, Any]] = {}
         self._defaults: dict[str, Any] = {}

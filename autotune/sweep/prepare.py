@@ -55,10 +55,6 @@ def prepare(sweep: LoadedSweep) -> Prepared:
     direction = {metric.name: metric.higher_is_better}
     constraints = tuple(parse_constraint(t, metrics=units, score=metric.name, higher_is_better=direction) for t in config.constraints)
     objectives = tuple(parse_objective(t, metrics=units, score=metric.name, higher_is_better=direction) for t in config.objectives)
-    if config.script is not None:
-        from autotune.model import load_script
-
-        load_script(sweep.path(config.script), who="script")  # it may register passes
     arrays = load_arrays(sweep.path(config.data.eval), who="data.eval")
     facts, io = _look_at_model(sweep, arrays)
     notes = _check_data(sweep, metric, io, arrays)

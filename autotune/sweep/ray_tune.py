@@ -20,7 +20,7 @@ from ray import tune
 from ray.tune import FailureConfig, RunConfig, TuneConfig
 from ray.tune.search import Searcher
 
-from autotune.digest import dump_json
+from autotune.digest import dump_json, write_durably
 from autotune.errors import EnvironmentFault
 from autotune.pipeline import Pipeline
 from autotune.records import Cause, Status, TrialRecord
@@ -121,8 +121,18 @@ class PointSearcher(Searcher):
 
 def run_point(config: dict[str, Any]) -> None:
     """Run one trial in this Ray worker (in children of it) and report that its record is on disk."""
-    plan, pipeline, runner = _worker(Path(config["run"]))
-    runner.run(plan, pipeline, config["number"], json.loads(config["point"]), config["origin"], attempt=config["attempt"])
+    point = json.loads(config["point"])
+    try:
+        plan, pipeline, runner = _worker(Path(config["run"]))
+        runner.run(plan, pipeline, config["number"], point, config["origin"], attempt=config["attempt"])
+    except Exception as error:  # not the trial's doing: a full disk, a plug-in that does not load here, a mistake of ours
+        record = TrialRecord(
+            number=config["number"], point=point, status=Status.FAILED, origin=config["origin"], cause=Cause.INFRA, stage="worker",
+            message=f"{type(error).__name__}: {error}", attempts=config["attempt"],
+        )  # fmt: skip
+        folder = Path(config["run"]) / "trials" / record.id
+        folder.mkdir(parents=True, exist_ok=True)
+        write_durably(folder / TRIAL_FILE, dump_json(record.to_json()))
     tune.report({"number": config["number"]})
 
 
