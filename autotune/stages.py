@@ -224,7 +224,8 @@ def _oom_kills() -> int:
 
 
 def _serve(fd: int, preload: Sequence[str]) -> None:
-    _die_with_parent()
+    # The end of the caller shows as the end of its socket. The kernel's parent-death signal would not do: it follows the thread
+    # that started this process, and Ray runs each trial in a thread of its own.
     for name in preload:
         importlib.import_module(name)
     channel = socket.socket(fileno=fd)

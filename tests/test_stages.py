@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,3 +137,52 @@ def test_closing_the_runner_ends_its_server(tmp_path: Path) -> None:
     runner.close()
 
     assert not alive(pid)
+
+
+def test_the_server_outlives_the_thread_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    with StageRunner(("numpy",)) as runner:
+        thread = threading.Thread(target=runner.start)
+        thread.start()
+        thread.join()
+        assert runner._process is not None
+        pid = runner._process.pid
+        time.sleep(0.2)
+
+        outcome = runner.run("stage_functions:double", {"x": 4}, folder=tmp_path, limits=StageLimits(30))
+
+        assert outcome.ok
+        assert runner._process.pid == pid
+
+
+def test_a_server_whose_caller_was_killed_ends_with_its_stage(tmp_path: Path) -> None:
+    code = (
+        "import sys, threading, time\n"
+        "from pathlib import Path\n"
+        "from autotune.stages import StageLimits, StageRunner\n"
+        "runner = StageRunner(())\n"
+        "runner.start()\n"
+        "print(runner._process.pid, flush=True)\n"
+        f"runner.run('stage_functions:hang_with_grandchild', {{'pid_file': {str(tmp_path / 'pid')!r}}}, folder=Path({str(tmp_path)!r}), limits=StageLimits(600))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    server = int(process.stdout.readline())
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    grandchild = int((tmp_path / "pid").read_text())
+
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+    deadline = time.monotonic() + 5
+    while (alive(server) or alive(grandchild)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(server)
+    assert not alive(grandchild)
