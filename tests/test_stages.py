@@ -165,7 +165,8 @@ def test_a_server_whose_caller_was_killed_ends_with_its_stage(tmp_path: Path) ->
         "runner = StageRunner(())\n"
         "runner.start()\n"
         "print(runner._process.pid, flush=True)\n"
-        f"runner.run('stage_functions:hang_with_grandchild', {{'pid_file': {str(tmp_path / 'pid')!r}}}, folder=Path({str(tmp_path)!r}), limits=StageLimits(600))\n"
+        f"args = {{'pid_file': {str(tmp_path / 'pid')!r}}}\n"
+        f"runner.run('stage_functions:hang_with_grandchild', args, folder=Path({str(tmp_path)!r}), limits=StageLimits(600))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
