@@ -103,6 +103,7 @@ class StageRecord:
     cached: bool = False
     pass_name: str = ""
     digest: str = ""  # of the artifact it left
+    key: str = ""  # of that artifact in the store
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

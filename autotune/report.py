@@ -413,10 +413,10 @@ def scatter(points: Sequence[tuple[float, float, str]], *, keep: Sequence[tuple[
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Span of the values and a twentieth on each side; never empty."""
+    """Span of the values and a twentieth on each side; never empty, and never below zero where no value is."""
     low, high = min(values), max(values)
     margin = (high - low) * 0.05 or max(abs(high), 1e-9) * 0.05
-    return low - margin, high + margin
+    return max(low - margin, 0.0) if low >= 0 else low - margin, high + margin
 
 
 def _metric(value: Any) -> MetricValue:

@@ -102,6 +102,10 @@ class Store:
         handler = handler_from_json({**data["handler"], "folder": str(entry / FILES)})
         return Artifact(key=key, handler=handler, digest=data["digest"], cached=True)
 
+    def files_of(self, key: str) -> Path:
+        """Where an artifact's files stand."""
+        return self._entry(key) / FILES
+
     def _entry(self, key: str) -> Path:
         return self.folder / "entries" / key[:2] / key
 

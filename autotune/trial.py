@@ -171,7 +171,7 @@ class TrialRunner:
             artifact = self._stored(step, model, parent_digest, folder)
         record = StageRecord(
             name=step.slot, seconds=time.monotonic() - started, cached=artifact.cached, pass_name=step.pass_name,
-            digest=artifact.digest, notes=dict(artifact.handler.notes),
+            digest=artifact.digest, key=artifact.key, notes=dict(artifact.handler.notes),
         )  # fmt: skip
         return artifact, record
 

@@ -9,7 +9,7 @@ import pytest
 from autotune import errors
 from autotune.errors import AutotuneError, ConfigError, EnvironmentFault, NoFeasibleModel, VerificationError, nearest
 
-EVERY_KIND = [AutotuneError, *AutotuneError.__subclasses__(), *ConfigError.__subclasses__()]
+EVERY_KIND = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, Exception)]
 
 
 def test_a_message_says_who_what_must_hold_what_came_and_what_to_do() -> None:
@@ -34,9 +34,8 @@ def test_every_error_comes_back_from_a_worker_as_it_was(kind: type[AutotuneError
 
 
 def test_every_error_of_the_module_is_an_autotune_error() -> None:
-    kinds = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, Exception)]
-
-    assert set(kinds) == set(EVERY_KIND)
+    assert len(EVERY_KIND) >= 8
+    assert all(issubclass(kind, AutotuneError) for kind in EVERY_KIND)
 
 
 def test_the_exit_status_follows_from_the_kind() -> None:

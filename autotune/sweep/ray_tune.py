@@ -9,7 +9,9 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -160,11 +162,12 @@ def local_ray() -> Iterator[None]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         if ours:
+            scratch = tempfile.mkdtemp(prefix="autotune-")  # short: Ray's sockets stand below it
             handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
             try:
                 ray.init(
                     num_cpus=effective_cpus(), include_dashboard=False, log_to_driver=False, logging_level=logging.CRITICAL,
-                    configure_logging=True, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20,
+                    configure_logging=True, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20, _temp_dir=scratch,
                 )  # fmt: skip
             except Exception as error:  # Ray raises many kinds here
                 raise EnvironmentFault("ray", "Ray must start on this machine", str(error).splitlines()[0] if str(error) else repr(error)) from error
@@ -175,6 +178,7 @@ def local_ray() -> Iterator[None]:
     finally:
         if ours:
             ray.shutdown()
+            shutil.rmtree(scratch, ignore_errors=True)
         for key, value in before.items():
             if value is None:
                 os.environ.pop(key, None)
@@ -199,9 +203,12 @@ def run_trials(
         ),
         run_config=run_config,
     )  # fmt: skip
-    with local_ray():
-        check()
-        tuner.fit()
+    try:
+        with local_ray():
+            check()
+            tuner.fit()
+    finally:
+        shutil.rmtree(run / "ray", ignore_errors=True)  # Ray's own notes; nothing is resumed from them
     if searcher.error is not None:
         raise searcher.error
 

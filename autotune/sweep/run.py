@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 RESULT_FILE = "result.json"
 SWEEP_FILE = "sweep.yaml"
 RUN_FILE = "run.json"
+BEST_SO_FAR_FILE = "best_so_far.json"
 BUNDLE_FOLDER = "best.bundle"
 FINALISTS = 4  # candidates that may be measured afresh before the untouched model is taken
 DELIVERED, NONE_FEASIBLE, INTERRUPTED = "delivered", "none-feasible", "interrupted"
@@ -248,7 +249,8 @@ class _Sweep:
                 return self._choose(baseline, search, runner)
             except Interrupted as stop:
                 records = [search.records[n] for n in sorted(search.records)] if search else []
-                return self._finish(INTERRUPTED, records, None, f"Interrupted by {stop}: {len(records)} trials are saved.")
+                so_far = self._select(self.plan, records) if self.plan and records else None
+                return self._finish(INTERRUPTED, records, so_far, f"Interrupted by {stop}: {len(records)} trials are saved.")
 
     # ------------------------------------------------------------------ the run folder
 
@@ -447,12 +449,31 @@ class _Sweep:
             return False
 
         def on_trial(record: TrialRecord) -> None:
+            self._write_best_so_far(search, runner)
             self.say(f"{record.id} [{len(search.records)}/{search.total}] {line_of(record, self.prepared.metric.name)}")
 
         with self.interrupts.held():
             run_trials(
                 self.folder, search, on_trial=on_trial, may_start=may_start, read_record=record_reader(self.folder), check=self.interrupts.check
             )
+
+    def _write_best_so_far(self, search: Search, runner: TrialRunner) -> None:
+        """Keep the best model of the finished trials findable, whatever happens next: which it is, where its files stand."""
+        plan = self.plan
+        assert plan is not None
+        records = [search.records[n] for n in sorted(search.records)]
+        selection = self._select(plan, records)
+        best = next((r for r in records if r.id == selection.best), None)
+        content: dict[str, Any] = {"finished": len(records), "of": search.total, "best": None}
+        if best is not None:
+            key = next((s.key for s in reversed(best.stages) if s.key), "")
+            model = runner.store.files_of(key) if key and not best.unchanged else plan.baseline.folder
+            content |= {
+                "best": best.id, "verdict": verdict_sentence(selection, records, baseline=plan.baseline_metrics, score=plan.metric_name),
+                "model": str(model.relative_to(self.folder)), "session": dict(best.session), "point": dict(best.point),
+                "front": list(selection.front),
+            }  # fmt: skip
+        write_durably(self.folder / BEST_SO_FAR_FILE, dump_json(content))
 
     # ------------------------------------------------------------------ the choice
 

@@ -97,6 +97,17 @@ def test_the_delivered_bytes_are_those_that_were_measured(finished: SweepResult)
     assert json.loads((bundle / "session.json").read_text())["read_back"]["intra_op_num_threads"] == 1
 
 
+def test_the_best_so_far_is_on_disk_with_its_model_after_each_trial(finished: SweepResult) -> None:
+    from autotune.digest import digest_tree
+
+    best = json.loads((finished.run / "best_so_far.json").read_text())
+    record = next(r for r in finished.records if r.id == best["best"])
+
+    assert (best["finished"], best["of"]) == (5, 5)
+    assert digest_tree(finished.run / best["model"]) == record.model_digest
+    assert best["session"] == record.session
+
+
 def test_the_same_call_resumes_and_runs_nothing_again(finished: SweepResult, digits: Path, sweep_of: SweepOf) -> None:
     stamps = {p: p.stat().st_mtime_ns for p in finished.run.glob("trials/*/trial.json")}
 
@@ -223,6 +234,7 @@ def test_an_interrupt_saves_says_how_to_resume_and_leaves_no_process(started: tu
     assert process.returncode == 130
     assert "Resume with the same command" in output
     assert json.loads((out / "result.json").read_text())["status"] == "interrupted"
+    assert json.loads((out / "best_so_far.json").read_text())["best"]
     assert none_left(out), processes_of(out)
 
 
