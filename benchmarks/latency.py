@@ -11,7 +11,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -304,11 +304,13 @@ def summarize(samples: PairedSamples, *, examples_a_run: int = 1, seed: int = 0,
     """
     ratio, delta = samples.ratio(), _delta_ms(samples)
     found = {"latency": _p50(samples.candidate_ns, samples.session, ratio, delta)}
+    limits_of = {q: statistics.quantile_interval(samples.candidate_ns.ravel(), q) for q in PERCENTILES.values()}
+    ratios = _quantile_ratios(samples, [q for q, limits in limits_of.items() if limits is not None], seed)
     for name, quantile in PERCENTILES.items():
-        limits = statistics.quantile_interval(samples.candidate_ns.ravel(), quantile)
+        limits = limits_of[quantile]
         if limits is not None:
             found[f"latency.{name}"] = MetricValue(
-                limits.value / 1e6, limits.low / 1e6, limits.high / 1e6, unit="ms", ratio=_quantile_ratio(samples, quantile, seed),
+                limits.value / 1e6, limits.low / 1e6, limits.high / 1e6, unit="ms", ratio=ratios[quantile],
                 samples=samples.candidate_ns.size, method="order statistics of all runs; ratio by bootstrap over session pairs",
             )  # fmt: skip
     first = statistics.median_interval(samples.candidate_first_ns / 1e6)
@@ -360,18 +362,33 @@ def _delta_ms(samples: PairedSamples) -> Interval:
     return statistics.median_interval((candidate - baseline) / 1e6)
 
 
-def _quantile_ratio(samples: PairedSamples, quantile: float, seed: int) -> Interval | None:
-    """Ratio of a percentile over all runs, candidate to baseline, bootstrapped by session pair."""
+def _quantile_ratios(samples: PairedSamples, quantiles: Sequence[float], seed: int) -> dict[float, Interval | None]:
+    """Ratios of percentiles over all runs, candidate to baseline, bootstrapped by session pair.
+
+    A resample only weighs the sessions anew: both sides are sorted once, and a percentile is where the running sum of weights gets to its
+    share (the inverse of the empirical distribution).
+    """
+    if not quantiles:
+        return {}
     sessions = int(samples.session[-1]) + 1
-    rounds_of = [np.flatnonzero(samples.session == s) for s in range(sessions)]
+    session_of_run = np.repeat(samples.session, samples.candidate_ns.shape[1])
+    sides = []
+    for runs in (samples.candidate_ns.ravel(), samples.baseline_ns.ravel()):
+        order = np.argsort(runs, kind="stable")
+        sides.append((runs[order], session_of_run[order]))
 
-    def statistic(drawn: NDArray[np.int64]) -> tuple[float]:
-        rounds = np.concatenate([rounds_of[s] for s in drawn])
-        return (float(np.quantile(samples.candidate_ns[rounds], quantile) / max(float(np.quantile(samples.baseline_ns[rounds], quantile)), 1.0)),)
+    def statistic(drawn: NDArray[np.int64]) -> tuple[float, ...]:
+        weights = np.bincount(drawn, minlength=sessions)
+        found = []
+        for runs, owners in sides:
+            reached = np.cumsum(weights[owners])
+            found.append([float(runs[np.searchsorted(reached, q * reached[-1])]) for q in quantiles])
+        return tuple(a / max(b, 1.0) for a, b in zip(*found, strict=True))
 
-    replicates = statistics.bootstrap_replicates(statistic, sessions, seed=seed, resamples=statistics.FEW_REPLICATES, max_time_s=1.0)
-    estimate = statistic(np.arange(sessions))[0]
-    return statistics.bootstrap_interval(estimate, replicates[:, 0]) if len(replicates) >= 20 else None
+    replicates = statistics.bootstrap_replicates(statistic, sessions, seed=seed, resamples=statistics.FEW_REPLICATES, max_time_s=5.0)
+    estimates = statistic(np.arange(sessions))
+    enough = len(replicates) >= 20
+    return {q: statistics.bootstrap_interval(estimates[i], replicates[:, i]) if enough else None for i, q in enumerate(quantiles)}
 
 
 # What else ran --------------------------------------------------------------------------------------------------------------
