@@ -42,6 +42,7 @@ SWEEP_FILE = "sweep.yaml"
 RUN_FILE = "run.json"
 BEST_SO_FAR_FILE = "best_so_far.json"
 BUNDLE_FOLDER = "best.bundle"
+EPS_LATENCY = 0.03  # of the choice, as in `select`
 FINALISTS = 4  # candidates that may be measured afresh before the untouched model is taken
 DELIVERED, NONE_FEASIBLE, INTERRUPTED = "delivered", "none-feasible", "interrupted"
 EXIT = {DELIVERED: 0, NONE_FEASIBLE: 4, INTERRUPTED: 130}
@@ -486,7 +487,7 @@ class _Sweep:
 
     def _choose(self, plan: TrialPlan, search: Search, runner: TrialRunner) -> SweepResult:
         """Measure the chosen one afresh and on rows that it was not chosen by; go on to the next while one does not hold."""
-        records = [search.records[n] for n in sorted(search.records)]
+        records = self._settle(plan, [search.records[n] for n in sorted(search.records)], runner)
         finals: dict[str, tuple[TrialRecord, MetricValue | None]] = {}
         while True:
             selection = self._select(plan, records)
@@ -510,6 +511,42 @@ class _Sweep:
             if why:
                 self.notes.append(f"{final.id} was first choice, but {why}")
                 self.say(f"{final.id} does not hold: {why}")
+
+    def _settle(self, plan: TrialPlan, records: list[TrialRecord], runner: TrialRunner) -> list[TrialRecord]:
+        """Score undecided candidates that would win over all rows before they are given up, the nearest misses first.
+
+        A few search rows can leave a verdict open that the held-out rows settle; a note says that they were used so.
+        """
+        limits = [c.text for c in self.prepared.constraints if c.metric == plan.metric_name]
+        for _ in range(FINALISTS if plan.rows.holdout and limits else 0):
+            selection = self._select(plan, records)
+            best = next((r for r in records if r.id == selection.best), None)
+            rivals = [r for r in records if self._open_to(r, plan, limits) and (best is None or _faster(r, best))]
+            if not rivals:
+                break
+            rival = min(rivals, key=lambda r: (sum(max(0.0, float(c["violation"])) for c in r.constraints), r.metrics["latency"].value))
+            self.say(f"{rival.id}: undecided on the search rows, so it is scored on all rows")
+            folder = self.folder / "trials" / rival.id / "final" / "all"
+            kept = plan.baseline_folder / "all" / OUTPUTS_FILE
+            try:
+                model = self._model_of(plan, rival, runner)
+                score = runner.accuracy(model, self.sweep.config.metric, plan.eval_path, plan.rows.everything, folder, baseline_outputs=kept)
+            except StageFailed as end:
+                settled = replace(rival, status=end.status, cause=end.cause, stage=f"final {end.stage}", message=end.message)
+            else:
+                settled = runner.judged(plan, replace(rival, metrics={**rival.metrics, plan.metric_name: score}))
+                self.notes.append(
+                    f"{rival.id} was undecided on {len(plan.rows.search)} rows and is {settled.status} on all {len(plan.rows.everything)}"
+                )
+            write_durably(folder.parent / "trial.json", dump_json(settled.to_json()))
+            records = [settled if r.id == rival.id else r for r in records]
+        return records
+
+    def _open_to(self, record: TrialRecord, plan: TrialPlan, limits: list[str]) -> bool:
+        """An undecided record whose only open verdicts are on the score, over the search rows."""
+        missed = [c for c in record.constraints if c["verdict"] not in (Verdict.CERTAIN, Verdict.MET)]
+        on_search_rows = record.measured and record.metrics[plan.metric_name].samples == len(plan.rows.search)
+        return record.status is Status.UNDECIDED and on_search_rows and all(c["expr"] in limits for c in missed)
 
     def _final(self, plan: TrialPlan, record: TrialRecord, runner: TrialRunner) -> tuple[TrialRecord, MetricValue | None, str]:
         """Measure a finalist in fresh sessions and on the held-out rows. Returns its new record, the hold-out score, and why it falls."""
@@ -638,6 +675,11 @@ class _Sweep:
         result = SweepResult(self.folder, status, summary, tuple(records))
         write_exports(result)
         return result
+
+
+def _faster(a: TrialRecord, b: TrialRecord) -> bool:
+    """Whether a's latency is below b's by more than the tolerance of the choice."""
+    return a.metrics["latency"].value < (1 - EPS_LATENCY) * b.metrics["latency"].value
 
 
 NO_FINALIST = "better finalists used up the measurements at the end"
