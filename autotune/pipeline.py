@@ -47,22 +47,23 @@ class InputFacts:
 
 @dataclass(frozen=True)
 class Formats:
-    """Rule `order`: each pass gets the format it takes, and an ONNX model comes out."""
+    """Rule `order`: each pass gets the format it takes, a quantized model is not quantized again, and an ONNX model comes out."""
 
     slots: tuple[str, ...]
     formats: Mapping[str, tuple[str, str]]  # pass -> (accepts, returns)
+    quantizers: frozenset[str]  # passes that take float models only, and leave quantized ones
     start: str
 
     def __call__(self, values: Mapping[str, Any]) -> bool:
-        current = self.start
+        current, quantized = self.start, False
         for slot in self.slots:
             name = values.get(slot)
             if name is None:
                 continue
             accepts, current_after = self.formats[name]
-            if accepts != current:
+            if accepts != current or (quantized and name in self.quantizers):
                 return False
-            current = current_after
+            current, quantized = current_after, quantized or name in self.quantizers
         return current == ONNX
 
 
@@ -202,8 +203,10 @@ class Pipeline:
 
     def _rules(self, slots: list[Slot]) -> list[Rule]:
         formats = {name: (c.contract.accepts, c.contract.returns) for name, c in self.classes.items()}
-        order = Formats(tuple(s.name for s in slots), formats, self.facts.format)
-        rules = [Rule("order", order.slots, order, f"passes must follow one another in format, from {self.facts.format} to {ONNX}")]
+        quantizers = frozenset(name for name, c in self.classes.items() if c.contract.refuses_quantized_input)
+        order = Formats(tuple(s.name for s in slots), formats, quantizers, self.facts.format)
+        words = f"passes must follow one another in format, from {self.facts.format} to {ONNX}, and quantize once"
+        rules = [Rule("order", order.slots, order, words)]
         for slot in slots:
             for alternative in slot.alternatives:
                 rules += self._rules_of(slot.name, alternative)
@@ -222,6 +225,8 @@ class Pipeline:
             refuse("provider-mismatch", f"is for {', '.join(contract.execution_providers)}, the target is {ep}")
         if contract.accelerators and self.target.accelerator_type not in contract.accelerators:
             refuse("provider-mismatch", f"is for {', '.join(contract.accelerators)}, the target is {self.target.accelerator_type}")
+        if contract.needs_gpu and self.target.accelerator_type != "gpu":
+            refuse("gpu-only-method", f"needs a GPU, the target is {ep}")
         for package, extra in contract.packages.items():
             if importlib.util.find_spec(package) is None:
                 refuse("missing-engine", f"needs the package {package}; install {extra}")

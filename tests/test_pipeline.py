@@ -122,6 +122,42 @@ def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
     assert all(p["quantize"] is None for p in enumerate_points(chain.space))
 
 
+def test_two_slots_never_quantize_one_after_the_other(tmp_path: Path) -> None:
+    chain = pipeline(tmp_path, [QUANTIZE, {**QUANTIZE, "slot": "again"}])
+
+    assert not [p for p in enumerate_points(chain.space) if p["quantize"] and p["again"]]
+    assert [p for p in enumerate_points(chain.space) if p["again"]]
+
+
+GPU_ONLY = '''
+from autotune.passes.base import Pass, PassConfigParam, PassContract
+from autotune.passes.registry import register
+
+
+@register
+class OnlyOnGpu(Pass):
+    """A pass that needs a GPU and a package that is not there."""
+
+    contract = PassContract(needs_gpu=True, packages={"no_such_package_anywhere": "passtune[none]"})
+
+    @classmethod
+    def _default_config(cls, accelerator_spec):
+        return {}
+
+    def _run_for_config(self, model, config, output_model_path):
+        raise AssertionError("never run here")
+'''
+
+
+def test_a_pass_that_needs_a_gpu_or_a_missing_package_is_pruned_by_name(tmp_path: Path) -> None:
+    (tmp_path / "gpu.py").write_text(GPU_ONLY)
+
+    chain = pipeline(tmp_path, [{"slot": "gpu", "pass": "OnlyOnGpu", "optional": True}, SESSION], script="gpu.py")
+
+    assert {p["gpu"] for p in enumerate_points(chain.space)} == {None}
+    assert chain.space.invalid["gpu-only-method"] + chain.space.invalid["missing-engine"] > 0
+
+
 def test_the_threads_of_the_target_hold_for_session_tuning(tmp_path: Path) -> None:
     chain = pipeline(tmp_path, [SESSION])
 
