@@ -17,10 +17,12 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -35,6 +37,7 @@ from autotune.records import Cause
 
 RESULT_FILE = "result.json"
 LOG_FILE = "log.txt"
+SCRATCH_FOLDER = "tmp"
 KEPT_OUTPUT_BYTES = 64 * 1024  # of what a stage prints: the last part
 GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -140,6 +143,8 @@ class StageRunner:
         except (OSError, EnvironmentFault) as error:
             self.close()
             return StageOutcome(None, Cause.INFRA, f"the server of child processes failed: {error}")
+        finally:
+            shutil.rmtree(folder / SCRATCH_FOLDER, ignore_errors=True)
         if reply is None:
             self.close()
             return StageOutcome(None, Cause.INFRA, "the server of child processes ended or did not answer")
@@ -313,6 +318,9 @@ def _be_the_child(request: Mapping[str, Any], write_end: int) -> NoReturn:
         os.dup2(write_end, 2)
         os.close(write_end)
         os.chdir(request["folder"])
+        scratch = Path(request["folder"], SCRATCH_FOLDER)
+        scratch.mkdir(exist_ok=True)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # a killed stage leaves nothing in the system's own
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if request["memory_bytes"]:
             resource.setrlimit(resource.RLIMIT_DATA, (request["memory_bytes"], request["memory_bytes"]))

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -60,6 +61,16 @@ def print_much(_args: dict[str, Any]) -> dict[str, Any]:
         print("x" * 200)
     print("the last words")
     return {"done": True}
+
+
+def leave_scratch_and_die(_args: dict[str, Any]) -> dict[str, Any]:
+    with open(os.path.join(tempfile.mkdtemp(), "kept"), "w") as file:
+        file.write(tempfile.gettempdir())
+    os._exit(1)
+
+
+def where_scratch_is(_args: dict[str, Any]) -> dict[str, Any]:
+    return {"folder": tempfile.mkdtemp()}
 
 
 def change_everything(_args: dict[str, Any]) -> dict[str, Any]:

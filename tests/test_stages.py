@@ -105,6 +105,15 @@ def test_output_is_kept_up_to_a_limit_and_its_end_is_there(runner: StageRunner, 
     assert (tmp_path / LOG_FILE).stat().st_size <= KEPT_OUTPUT_BYTES
 
 
+def test_temporary_files_stay_in_the_stages_folder_and_go_with_it(runner: StageRunner, tmp_path: Path) -> None:
+    outcome = runner.run("stage_functions:where_scratch_is", {}, folder=tmp_path / "a", limits=StageLimits(30))
+    runner.run("stage_functions:leave_scratch_and_die", {}, folder=tmp_path / "b", limits=StageLimits(30))
+
+    assert outcome.value is not None
+    assert Path(outcome.value["folder"]).is_relative_to(tmp_path / "a")
+    assert [p for p in tmp_path.rglob("*") if p.name in ("kept", "tmp")] == []
+
+
 def test_what_a_stage_does_to_its_process_stays_there(runner: StageRunner, tmp_path: Path) -> None:
     runner.run("stage_functions:change_everything", {}, folder=tmp_path, limits=StageLimits(30))
 
