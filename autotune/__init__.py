@@ -7,7 +7,8 @@ from importlib import metadata as _metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autotune.sweep.run import SweepResult, run
+    from autotune.sweep.result import SweepResult
+    from autotune.sweep.run import run
 
 # ONNX Runtime 1.32 starts a telemetry thread and a database in the user's cache folder when it is imported. Nothing phones home
 # from here; and a process that holds threads could not be forked safely (autotune.stages). Whoever wants it sets the variable to 0.

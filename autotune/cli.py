@@ -147,7 +147,7 @@ def run(sweep: Path | None, out: Path, fresh: bool, as_json: bool, **given: Any)
 
 
 def _run(loaded: Any, out: Path, *, fresh: bool, as_json: bool) -> NoReturn:
-    from autotune.sweep.run import INTERRUPTED
+    from autotune.sweep.result import INTERRUPTED
     from autotune.sweep.run import run as run_sweep
 
     result = run_sweep(loaded, out, fresh=fresh, say=lambda line: click.echo(line, err=True))
@@ -206,7 +206,7 @@ def demo(out: Path, trials: int | None, fresh: bool, as_json: bool) -> None:
 @_json_option
 def report(run_folder: Path, as_json: bool) -> None:
     """Show the report of a run folder."""
-    from autotune.sweep.run import read_result
+    from autotune.sweep.result import read_result
 
     result = read_result(run_folder)
     if as_json:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 if TYPE_CHECKING:
-    from autotune.sweep.run import SweepResult
+    from autotune.sweep.result import SweepResult
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 

@@ -16,7 +16,7 @@ import yaml
 from autotune.bundle import BUNDLE_FILE, verify_bundle
 from autotune.digest import files_under
 from autotune.errors import VerificationError
-from autotune.sweep.run import SweepResult
+from autotune.sweep.result import SweepResult
 
 
 @pytest.fixture

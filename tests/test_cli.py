@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.sweep.run import SweepResult
+from autotune.sweep.result import SweepResult
 
 
 def autotune(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

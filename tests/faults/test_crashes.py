@@ -15,7 +15,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from autotune.records import Cause, Status
-from autotune.sweep.run import SweepResult, run
+from autotune.sweep.result import SweepResult
+from autotune.sweep.run import run
 
 SCRIPT = '''
 """A pass that harms the model in the way it is asked to."""

@@ -19,7 +19,8 @@ import pytest
 from autotune.bundle import verify_bundle
 from autotune.errors import ConfigError, EnvironmentFault
 from autotune.records import Status
-from autotune.sweep.run import SweepResult, read_result, run
+from autotune.sweep.result import SweepResult, read_result
+from autotune.sweep.run import run
 
 SweepOf = Callable[..., dict[str, Any]]
 
@@ -141,7 +142,7 @@ def test_changed_data_under_the_same_name_are_refused(finished: SweepResult, dig
 
 
 def test_a_second_sweep_into_the_same_folder_is_refused_by_name(finished: SweepResult, digits: Path, sweep_of: SweepOf) -> None:
-    from autotune.sweep.run import one_writer
+    from autotune.sweep.interrupts import one_writer
 
     with one_writer(finished.run), pytest.raises(EnvironmentFault, match=rf"held by pid {os.getpid()} since"):
         run(sweep_of(digits), finished.run)
