@@ -87,11 +87,17 @@ def activation_ranges(
         wanted = {k: v for k, v in wanted.items() if k != "percentile" or method == "percentile"}
         histograms = maker(model_path, **common, **wanted)
         _open(histograms)
-        histograms.collector = calibrate.HistogramCollector(method=method, scenario="same", **settings)
-        histograms.collector.histogram_dict.update(_empty_histograms(ranges, bins))
+        collector = calibrate.HistogramCollector(method=method, scenario="same", **settings)
+        empty = _empty_histograms(ranges, bins)
+        collector.histogram_dict.update(empty)
+        collect = collector.collect
+        collector.collect = lambda arrays: collect({n: a for n, a in arrays.items() if n in empty})
+        histograms.collector = collector
         for feed in walk():
             histograms.collect_data(_Reader([feed]))
-        return histograms.compute_data()
+        found: TensorsData = histograms.compute_data() if empty else calibrate.TensorsData(ranges.calibration_method, {})
+        found.data.update({n: data for n, data in ranges.items() if n not in empty})
+        return found
 
 
 def _open(calibrator: CalibraterBase) -> None:
@@ -109,13 +115,21 @@ def _calibration_session(path: str) -> ort.InferenceSession:
 
 
 def _empty_histograms(ranges: TensorsData, bins: int) -> dict[str, tuple[Any, ...]]:
-    """Histograms that hold nothing yet, as wide as each tensor's range. Ranges that are not finite are left to the library."""
+    """Histograms that hold nothing yet, as wide as each tensor's range.
+
+    Tensors whose range can't be cut into bins of its type (an attention mask that reaches the lowest float, values that are not finite) have
+    none, and keep their minimum and maximum.
+    """
     empty = {}
     for name, data in ranges.items():
         low, high = (np.asarray(v).reshape(-1) for v in data.range_value)
         if not low.size or not np.isfinite(low).all() or not np.isfinite(high).all():
             continue
         threshold = np.array(max(abs(low[0]), abs(high[0])), dtype=low.dtype)
-        counts, edges = np.histogram(np.empty(0, low.dtype), bins, range=(-threshold, threshold))  # type: ignore[arg-type] # floats of the data's type: the library's own edges
+        try:
+            with np.errstate(all="ignore"):
+                counts, edges = np.histogram(np.empty(0, low.dtype), bins, range=(-threshold, threshold))  # type: ignore[arg-type] # floats of the data's type: the library's own edges
+        except ValueError:
+            continue
         empty[name] = (counts, edges, low[0], high[0], threshold)
     return empty

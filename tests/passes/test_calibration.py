@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from onnx import helper
+from onnx import helper, numpy_helper
 from onnxruntime.quantization import calibrate
 
 from autotune.errors import ConfigError, PassError
@@ -76,6 +76,28 @@ def test_histograms_filled_row_by_row_are_those_of_all_rows_at_once(
     assert set(ranges.keys()) == set(expected.keys())
     for name in expected:
         np.testing.assert_array_equal(ranges[name].range_value, expected[name].range_value)
+
+
+@pytest.mark.parametrize("method", ["percentile", "entropy"])
+def test_a_tensor_that_reaches_the_lowest_float_keeps_its_minimum_and_maximum(
+    method: str, rows: tuple[Path, NDArray[np.float32]], tmp_path: Path
+) -> None:
+    lowest = np.finfo(np.float32).min
+    nodes = [
+        helper.make_node("Mul", ["x", "lowest"], ["scaled"], "scale"),
+        helper.make_node("Clip", ["scaled", "lowest", "zero"], ["mask"], "mask"),  # as attention masks are made
+        helper.make_node("Relu", ["x"], ["kept"], "relu"),
+        helper.make_node("Max", ["mask", "kept"], ["y"], "both"),
+    ]
+    constants = [numpy_helper.from_array(np.array(v, np.float32), n) for n, v in (("lowest", lowest), ("zero", 0.0))]
+    masked = handler(tmp_path / "masked", nodes, constants)
+    walk = calibration_feeds(rows[0], masked.io, 100, who="test")
+
+    ranges = activation_ranges(masked.path, walk, method=method, percentile=99.0, op_types=["Relu", "Max"])
+
+    low, high = (float(np.asarray(v).item()) for v in ranges["mask"].range_value)
+    assert (low, high) == (float(lowest), 0.0)
+    assert set(ranges.keys()) == {"x", "kept", "mask", "y"}
 
 
 def test_a_percentile_cuts_what_lies_far_out(model: ONNXModelHandler, rows: tuple[Path, NDArray[np.float32]]) -> None:
