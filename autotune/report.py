@@ -158,7 +158,15 @@ class _Page:
                 low, high = (shown_difference(v, value.unit) for v in (value.delta.low, value.delta.high))
                 change = f", {shown_difference(value.delta.value, value.unit)} ({low.removesuffix(' pt')} to {high})"
             name = self.score or "score"
-            self.say(f"On the hold-out, {value.samples:,} rows that no choice was made on: {name} {shown(value.value, value.unit)}{change}")
+            rows = "rows that no choice was made on"
+            if self.best.get("settled_on_all_rows"):
+                rows = "rows that were also used, once, to settle this candidate"
+            self.say(f"On the hold-out, {value.samples:,} {rows}: {name} {shown(value.value, value.unit)}{change}")
+        whole = self.best.get("baseline_all_rows")
+        mine = _metrics(self.best.get("metrics")).get(self.score)
+        if whole and mine is not None and mine.samples == _metric(whole).samples:
+            before = _metric(whole)
+            self.say(f"Over all {mine.samples:,} rows: {self.score} {shown(before.value, before.unit)} → {shown(mine.value, mine.unit)}")
         counts = self.summary.get("trials") or Counter(str(r.status) for r in self.records)
         if counts:
             total = sum(int(v) for v in counts.values())
@@ -206,9 +214,13 @@ class _Page:
             text = f"{shown(value.value, value.unit)}, {digits(ratio.value)}x"
             return text if ratio.low == ratio.high else f"{text} ({digits(ratio.low)} to {digits(ratio.high)})"
         change = difference_from(value, baseline)
-        text = f"{shown(value.value, value.unit)}, {shown_difference(change.value, baseline.unit)}"
+        text = shown_difference(change.value, baseline.unit)
+        other_rows = value.samples != baseline.samples and value.delta is not None
+        if not other_rows:  # on other rows the baseline has another value too: only the difference compares
+            text = f"{shown(value.value, value.unit)}, {text}"
         low, high = (shown_difference(v, baseline.unit).removesuffix(" pt") for v in (change.low, change.high))
-        return text if change.low == change.high else f"{text} ({low} to {high})"
+        text = text if change.low == change.high else f"{text} ({low} to {high})"
+        return f"{text} on {value.samples:,} rows" if other_rows else text
 
     def _scatter(self, members: list[TrialRecord]) -> None:
         if "latency" not in self.baseline or not self.score:
@@ -223,7 +235,8 @@ class _Page:
             if ratio is None:
                 continue
             mark = "#" if record.id == best else "o" if record.id in on_front else "." if record.status is Status.OK else "x"
-            points.append((ratio.value, score.value, mark))
+            # By its difference: a finalist was scored on more rows than the others, where the baseline has another value.
+            points.append((ratio.value, self.baseline[self.score].value + difference_from(score, self.baseline[self.score]).value, mark))
         points.append((1.0, self.baseline[self.score].value, "B"))
         wanted = [(x, y) for x, y, mark in points if mark in "#oB"]
         plot = scatter(points, keep=wanted, width=min(self.width, 72), height=10)

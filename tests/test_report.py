@@ -157,6 +157,21 @@ def test_the_hold_out_and_what_would_settle_a_doubt_are_said() -> None:
     assert re.search(r"accuracy >= baseline - 1\.0pt is met: about [\d,]+ more rows would settle it", text)
 
 
+def test_a_candidate_settled_on_all_rows_is_said_to_be_and_shown_by_its_difference() -> None:
+    best = RECORDS[2]
+    whole = replace(best.metrics["accuracy"], value=0.952, samples=900)
+    records = [replace(r, metrics={**r.metrics, "accuracy": whole}) if r is best else r for r in RECORDS]
+    written = summary(records)
+    written["best"] |= {"settled_on_all_rows": True, "baseline_all_rows": replace(BASELINE["accuracy"], value=0.96, samples=900).to_json()}
+
+    text = render_report(written, records, width=200)
+
+    assert "On the hold-out, 300 rows that were also used, once, to settle this candidate" in text
+    assert "Over all 900 rows: accuracy 0.9600 → 0.9520" in text
+    assert re.search(r"t-0002 \*.*-0\.8 pt \(.*\) on 900 rows", text)
+    assert "0.9520, -0.8 pt" not in text
+
+
 def test_trials_space_and_time_are_counted() -> None:
     assert "7 trials: 3 ok, 2 failed, 1 invalid, 1 infeasible; space: 312 valid points, 8 refused; 2 min" in page(200)
 

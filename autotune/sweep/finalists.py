@@ -33,6 +33,7 @@ class Finalists:
     runner: TrialRunner
     say: Callable[[str], None]
     notes: list[str] = field(default_factory=list)
+    settled: set[str] = field(default_factory=set)  # candidates whose verdict needed the held-out rows
 
     def settle(self, records: list[TrialRecord]) -> list[TrialRecord]:
         """Score undecided candidates that would win over all rows before they are given up, the nearest misses first.
@@ -49,6 +50,7 @@ class Finalists:
                 break
             rival = min(rivals, key=lambda r: (sum(max(0.0, float(c["violation"])) for c in r.constraints), r.metrics["latency"].value))
             self.say(f"{rival.id}: undecided on the search rows, so it is scored on all rows")
+            self.settled.add(rival.id)
             try:
                 score = self._score(self.model_of(rival), rival, "all")
             except StageFailed as end:

@@ -274,7 +274,7 @@ class _Sweep:
             if selection.best in finals:
                 final, holdout = finals[selection.best]
                 model = plan.baseline if final.unchanged else last.model_of(final)
-                return self._deliver(plan, records, selection, final, holdout, model, runner)
+                return self._deliver(plan, records, selection, final, holdout, model, runner, settled=final.id in last.settled)
             if len(finals) == FINALISTS:
                 # The choice goes on among those whose figures are fresh; the untouched model is always one of them.
                 self.notes.append(f"{FINALISTS} finalists were measured afresh; the choice is among them and the untouched model")
@@ -293,7 +293,7 @@ class _Sweep:
 
     def _deliver(
         self, plan: TrialPlan, records: list[TrialRecord], selection: Selection, final: TrialRecord, holdout: MetricValue | None,
-        model: ONNXModelHandler, runner: TrialRunner,
+        model: ONNXModelHandler, runner: TrialRunner, *, settled: bool,
     ) -> SweepResult:  # fmt: skip
         """Write the bundle of the chosen model and end the sweep."""
         verdict = verdict_sentence(selection, records, baseline=plan.baseline_metrics, score=plan.metric_name)
@@ -319,7 +319,13 @@ class _Sweep:
             summary=json.loads(dump_json(summary)), evidence=self._evidence(final), batch_size=self.sweep.target.batch_size,
             runner=runner._onnx, limits=runner.limits,  # noqa: SLF001 -- the runner's own children, the same lane
         )  # fmt: skip
-        return self._finish(DELIVERED, records, selection, verdict, best=final, holdout=holdout, bundle=folder)
+        best = _best(final, holdout, self.prepared.pipeline) | {"settled_on_all_rows": settled, "baseline_all_rows": self._baseline_all_rows()}
+        return self._finish(DELIVERED, records, selection, verdict, best=best, bundle=folder)
+
+    def _baseline_all_rows(self) -> dict[str, Any] | None:
+        """The baseline's score over all rows, where some are held out."""
+        kept: dict[str, Any] = json.loads((self.folder / "baseline" / "scores.json").read_text())
+        return kept.get("all") if self.prepared.rows.holdout else None
 
     def _evidence(self, final: TrialRecord) -> dict[str, Path]:
         """Raw samples of the baseline and of the chosen trial, by their names in the bundle."""
@@ -333,15 +339,15 @@ class _Sweep:
         return found
 
     def _finish(
-        self, status: str, records: list[TrialRecord], selection: Selection | None, verdict: str, *, best: TrialRecord | None = None,
-        holdout: MetricValue | None = None, bundle: Path | None = None,
+        self, status: str, records: list[TrialRecord], selection: Selection | None, verdict: str, *,
+        best: Mapping[str, Any] | None = None, bundle: Path | None = None,
     ) -> SweepResult:  # fmt: skip
         plan, space = self.plan, self.prepared.pipeline.space
         summary: dict[str, Any] = {
             "status": status, "verdict": verdict, "run": str(self.folder), "bundle": str(bundle) if bundle else None,
             "metric": self.prepared.metric.name,
             "baseline": {"metrics": {k: v.to_json() for k, v in plan.baseline_metrics.items()} if plan else {}},
-            "best": _best(best, holdout, self.prepared.pipeline) if best else None,
+            "best": best,
             "front": list(selection.front) if selection else [], "picks": dict(selection.picks) if selection else {},
             "groups": {k: list(v) for k, v in selection.groups.items()} if selection else {},
             "trials": dict(Counter(str(r.status) for r in records)),
