@@ -493,11 +493,18 @@ def relaxed(judgement: Judgement) -> str:
         return f"{head} {_outward(value.value, 2, up):g}x"
     if constraint.relative is Relative.DELTA:
         size = value.value * (100 if kind == "share" else 1)
-        size = (math.ceil(round(size * 10, 6)) if up else math.floor(round(size * 10, 6))) / 10 if kind == "share" else _outward(size, 3, up)
+        size = _tenths_outward(size, up) if kind == "share" else _outward(size, 3, up)
         unit = {"share": "pt", "time": "ms", "bytes": "B", "rate": "/s"}.get(kind, "")
         return f"{head} baseline {'-' if size < 0 else '+'} {abs(size):.12g}{unit}"
     unit = {"time": "ms", "bytes": "B", "rate": "/s"}.get(kind, "")
     return f"{head} {_outward(value.value, 3, up):.12g}{unit}"
+
+
+def _tenths_outward(points: float, up: bool) -> float:
+    """Round to a tenth away from the side that would miss the number, float noise apart."""
+    tenths = (math.ceil if up else math.floor)(round(points * 10, 6))
+    missed = (points - tenths / 10) * (1 if up else -1)
+    return (tenths + (0 if missed <= 1e-9 * abs(points) else 1 if up else -1)) / 10
 
 
 def _outward(number: float, count: int, up: bool) -> float:

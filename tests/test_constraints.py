@@ -7,7 +7,7 @@ import math
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autotune.constraints import (
@@ -415,6 +415,7 @@ def test_a_relaxed_constraint_is_the_next_round_one_that_the_model_meets() -> No
 
 
 @given(st.floats(-0.9, 0.9))
+@example(-1.3e-10)
 def test_every_drop_meets_its_own_relaxed_constraint(value: float) -> None:
     found: Judgement = judge(parsed("accuracy >= baseline - 1.0pt"), drop(value, value, value), BASELINE)
 
