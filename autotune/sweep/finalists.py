@@ -147,6 +147,6 @@ def _fallen(record: TrialRecord, end: StageFailed) -> TrialRecord:
 
 
 def passed_over(record: TrialRecord) -> TrialRecord:
-    """A model that would be feasible, but was not measured afresh, can't be chosen; its record keeps what is known."""
+    """The record of a feasible model that was not measured afresh, as the choice at the end has to see it: not to be chosen."""
     status = Status.UNDECIDED if record.status is Status.OK else record.status
     return replace(record, status=status, message=record.message or NO_FINALIST)

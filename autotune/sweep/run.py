@@ -7,6 +7,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,12 @@ class _Sweep:
         finals: dict[str, tuple[TrialRecord, MetricValue | None]] = {}
         while True:
             selection = self._select(plan, records)
+            if selection.best is not None and selection.best not in finals and len(finals) == FINALISTS:
+                # The choice goes on among those whose figures are fresh; the untouched model is always one of them.
+                self.notes.append(f"{FINALISTS} finalists were measured afresh; the choice is among them and the untouched model")
+                finals |= {r.id: (r, last.measure(r)[1]) for r in records if r.unchanged}
+                fresh = [r if r.id in finals else passed_over(r) for r in records]
+                selection = replace(selection, best=self._select(plan, fresh).best)
             if selection.best is None:
                 verdict = verdict_sentence(selection, records, baseline=plan.baseline_metrics, score=plan.metric_name)
                 return self._finish(NONE_FEASIBLE, records, selection, verdict)
@@ -275,12 +282,6 @@ class _Sweep:
                 final, holdout = finals[selection.best]
                 model = plan.baseline if final.unchanged else last.model_of(final)
                 return self._deliver(plan, records, selection, final, holdout, model, runner, settled=final.id in last.settled)
-            if len(finals) == FINALISTS:
-                # The choice goes on among those whose figures are fresh; the untouched model is always one of them.
-                self.notes.append(f"{FINALISTS} finalists were measured afresh; the choice is among them and the untouched model")
-                records = [r if r.id in finals or r.unchanged else passed_over(r) for r in records]
-                finals |= {r.id: (r, last.measure(r)[1]) for r in records if r.unchanged}
-                continue
             chosen = next(r for r in records if r.id == selection.best)
             final, holdout, why = last.measure(chosen)
             finals[final.id] = (final, holdout)

@@ -172,18 +172,17 @@ def cell(found: dict[str, Any] | None) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| model | metric | float: ms, score | delivered: ratio (95 %), score | passes | dynamic: ratio, score | static: ratio, score | trials |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | metric | float: ms, score | delivered: ratio (95 %), score | passes | dynamic: ratio, score | static: ratio, score |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if "float" not in row:
-            lines.append(f"| {row['model']} | {row['metric']} | exit {row['exit_status']}: {row.get('error')} | | | | | |")
+            lines.append(f"| {row['model']} | {row['metric']} | exit {row['exit_status']}: {row.get('error')} | | | | |")
             continue
         base = row["float"]
         shown = "-" if "fault" in base else f"{base['latency']['value']:.3f}, {base['accuracy']['value']:.4f}"
         passes = "untouched" if row.get("unchanged") else chain(row)
-        counts = ", ".join(f"{n} {k}" for k, n in row["trials"].items())
-        cells = [row["model"], row["metric"], shown, cell(row.get("delivered")), passes, cell(row["dynamic"]), cell(row["static"]), counts]
+        cells = [row["model"], row["metric"], shown, cell(row.get("delivered")), passes, cell(row["dynamic"]), cell(row["static"])]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -215,6 +214,15 @@ What each sweep said:
 """
 
 
+def page(content: dict[str, Any]) -> str:
+    """The page for people, from what is written to `main_job.json`."""
+    here, rows = content["surroundings"], content["rows"]
+    versions = ", ".join(f"{k} {v}" for k, v in here["versions"].items())
+    machine = f"Machine: {here['cpu_model']}, {here['effective_cpus']} CPUs ({', '.join(here['cpu_flags'])}); Python {here['python']}; {versions}."
+    verdicts = "\n".join(f"- **{r['model']}** ({r['seconds']:.0f} s): {r.get('verdict') or r.get('error')}" for r in rows)
+    return PAGE.format(threads=content["threads"], trials=content["trials"], machine=machine, table=table(rows), verdicts=verdicts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path)
@@ -235,14 +243,11 @@ def main() -> None:
         row = one(folder.resolve(), out, trials=args.trials, threads=args.threads, reuse=args.reuse)
         rows.append(row)
         print(f"{row['model']}: exit {row['exit_status']}, {row['seconds']:.0f} s: {row.get('verdict') or row.get('error')}", flush=True)
-        (out / "main_job.json").write_text(dump_json({"surroundings": surroundings().to_json(), "rows": rows}))
+        content = {"surroundings": surroundings().to_json(), "threads": args.threads, "trials": args.trials, "rows": rows}
+        (out / "main_job.json").write_text(dump_json(content))
+        if args.docs:
+            args.docs.write_text(page(content))
     print(table(rows))
-    if args.docs:
-        here = surroundings()
-        versions = ", ".join(f"{k} {v}" for k, v in here.versions.items())
-        machine = f"Machine: {here.cpu_model}, {here.effective_cpus} CPUs ({', '.join(here.cpu_flags)}); Python {here.python}; {versions}."
-        verdicts = "\n".join(f"- **{r['model']}** ({r['seconds']:.0f} s): {r.get('verdict') or r.get('error')}" for r in rows)
-        args.docs.write_text(PAGE.format(threads=args.threads, trials=args.trials, machine=machine, table=table(rows), verdicts=verdicts))
 
 
 if __name__ == "__main__":

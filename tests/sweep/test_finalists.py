@@ -143,3 +143,17 @@ def test_a_sweep_whose_first_choices_fall_ends_with_one_that_holds(
     assert result.best is not None
     assert result.best.unchanged
     assert any("its last measurement ended as timeout" in note for note in result.summary["notes"])
+
+
+def test_the_choice_stays_among_those_measured_afresh_and_the_trials_keep_their_status(
+    digits: Path, sweep_of: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.sweep.run.FINALISTS", 0)
+
+    result = run(sweep_of(digits), tmp_path / "out")
+
+    assert result.best is not None
+    assert result.best.unchanged
+    assert result.summary["trials"] == {"ok": 5}
+    assert len(result.summary["front"]) >= 1
+    assert any("0 finalists were measured afresh" in note for note in result.summary["notes"])
