@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from autotune.sweep.result import SweepResult
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+# The same examples in every run, so that a failure is one that everybody sees; HYPOTHESIS_PROFILE=default looks for new ones.
+settings.register_profile("same_everywhere", derandomize=True, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same_everywhere"))
 
 SCRIPT = '''
 """A small convolutional network for 8x8 digits."""
