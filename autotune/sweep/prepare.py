@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,19 @@ def prepare(sweep: LoadedSweep) -> Prepared:
     return Prepared(sweep, facts, io, metric, rows, pipeline, constraints, objectives, tuple(notes))
 
 
-def check_against_baseline(constraints: tuple[Constraint, ...], baseline: Mapping[str, Any]) -> None:
-    """Refuse limits that make no sense for the measured baseline (a multiple of zero). Raises `ConfigError`."""
+def check_against_baseline(constraints: Sequence[Constraint], objectives: Sequence[Objective], baseline: Mapping[str, Any]) -> None:
+    """Refuse limits and objectives that the baseline's own measurement can't carry: a percentile with too few runs, a multiple of zero.
+
+    Raises `ConfigError`; otherwise every trial would end undecided.
+    """
+    for name in [*(c.metric for c in constraints), *(o.name for o in objectives)]:
+        if name not in baseline:
+            raise ConfigError(
+                "measure", f"{name} must be measurable on the model as it is", "too few runs within the time limit",
+                "Raise measure.max_time in the sweep file, or use another percentile.",
+            )  # fmt: skip
     for constraint in constraints:
-        check_baseline(constraint, baseline.get(constraint.metric))
+        check_baseline(constraint, baseline[constraint.metric])
 
 
 def _look_at_model(sweep: LoadedSweep, arrays: Arrays) -> tuple[InputFacts, IoContract]:

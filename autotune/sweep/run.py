@@ -108,7 +108,7 @@ class _Sweep:
                         f"The untouched model itself can't be measured: {baseline.reason} in stage {baseline.stage}: {baseline.message}",
                     )
                 self.plan = baseline
-                check_against_baseline(self.prepared.constraints, baseline.baseline_metrics)
+                check_against_baseline(self.prepared.constraints, self.prepared.objectives, baseline.baseline_metrics)
                 search = self._search(baseline)
                 if len(search.records) >= search.total and (before := self._finished_before()) is not None:
                     return before

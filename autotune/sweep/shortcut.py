@@ -139,7 +139,7 @@ def _chain(operators: Mapping[str, int], *, calibrated: bool) -> tuple[list[dict
     chain.append({"slot": "optimize", "pass": "OnnxModelOptimizer", "optional": True, "params": {"optimizer": "SEARCH"}})
     if quantizable:
         chain.append({"slot": "quantize", "pass": "OnnxQuantization", "optional": True})
-    # A lower graph level was up to 2.6 times slower on convolutions and never faster: it would take half of the trials.
+    # On the models of docs/main-job.md a lower graph level was up to 2.6 times slower and not faster: it would take half of the trials.
     chain.append({"slot": "session", "pass": "OrtPerfTuning", "params": {"graph_optimization_level": "all"}})
     off: dict[str, Any] = {"optimize": None, **({"fuse": None} if attention else {})}
     start: list[dict[str, Any]] = []

@@ -17,10 +17,13 @@ import numpy as np
 import pytest
 
 from autotune.bundle import verify_bundle
+from autotune.config import LoadedSweep
 from autotune.errors import ConfigError, EnvironmentFault
 from autotune.records import Status
+from autotune.stages import StageOutcome
 from autotune.sweep.result import SweepResult, read_result
 from autotune.sweep.run import run
+from autotune.trial import TrialPlan, TrialRunner
 
 SweepOf = Callable[..., dict[str, Any]]
 
@@ -174,6 +177,40 @@ def test_limits_that_nothing_can_meet_end_without_a_bundle_and_name_the_nearest(
     assert {r.status for r in result.records} == {Status.INFEASIBLE}
     assert result.summary["near_misses"]
     assert (tmp_path / "out" / "result.json").exists()
+
+
+@pytest.mark.parametrize(("limit", "runs", "seconds"), [("latency <= 1s", 64, 1.0), ("latency.p99 <= 1s", 662, 662 / 64)])
+def test_a_limit_on_p99_gets_the_runs_and_the_time_that_p99_needs(
+    finished: SweepResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, runs: int, seconds: float
+) -> None:
+    plan = TrialPlan.load(finished.run)
+    config = plan.sweep.config.model_copy(update={"constraints": [limit]})
+    asked: list[dict[str, Any]] = []
+
+    def stage(_self: TrialRunner, _function: str, args: dict[str, Any], _folder: Path, **_more: Any) -> StageOutcome:
+        asked.append(args["protocol"])
+        return StageOutcome({"metrics": {}})
+
+    monkeypatch.setattr(TrialRunner, "stage", stage)
+    with TrialRunner(tmp_path, LoadedSweep(config, finished.run)) as runner:
+        runner.latency(plan.baseline, None, plan.eval_path, plan.rows.search, tmp_path, seed=0)
+
+    assert asked[0]["min_runs"] == runs
+    assert asked[0]["max_time_ns"] == int(seconds * 1e9)
+
+
+def test_a_percentile_that_can_not_be_measured_is_refused_before_any_trial(finished: SweepResult) -> None:
+    from autotune.constraints import parse_constraint
+    from autotune.selection import Objective
+    from autotune.sweep.prepare import check_against_baseline
+
+    baseline = {"latency": next(r for r in finished.records if r.unchanged).metrics["latency"]}
+    limit = parse_constraint("latency.p99 <= 5ms", metrics={"latency.p99": "ms"})
+
+    with pytest.raises(ConfigError, match=r"latency\.p99 must be measurable .*Raise measure\.max_time"):
+        check_against_baseline([limit], [Objective("latency")], baseline)
+    with pytest.raises(ConfigError, match=r"latency\.p95 must be measurable"):
+        check_against_baseline([], [Objective("latency.p95")], baseline)
 
 
 def processes_of(run_folder: Path) -> list[str]:
