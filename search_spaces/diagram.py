@@ -1,15 +1,21 @@
 """Compiling what may vary into a decision diagram: one layer a variable, one state for each way the earlier values still matter.
 
-The variables are walked parents first, and walks that agree on everything a later condition or rule looks at are merged. Independent
+The variables are walked parents first, and walks that leave the same remainder of every later condition and rule are merged. Independent
 variables have one state a layer, so 10^24 points are as cheap as 24 variables; every edge knows how many valid points lie beyond it.
+
+Where there would be too many states (rules are opaque: all values they look at must be told apart) a subset of them is kept, and with
+them a subset of the points: counts are then lower bounds, and every chooser works on the same subset. What is kept is bounded by counts
+of edges and of calls of rules, never by time, so that it is the same on every machine.
 """
 
 from __future__ import annotations
 
+import zlib
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from autotune.errors import SpaceError, nearest
@@ -23,18 +29,27 @@ from autotune.search_spaces.parameters import (
     Parameter,
     detached,
     order_parents_first,
+    same,
     value_key,
 )
+from autotune.search_spaces.residuals import ABSENT as ABSENT  # edges are read with it
+from autotune.search_spaces.residuals import Remainders, told_apart
 
 INVALID_BRANCH = "INVALID"
 """The name under which points with an INVALID branch are counted among those refused."""
 
-ABSENT = -1
-"""Stands for the index of a choice where a variable is inactive."""
+Wish = Mapping[str, Any] | Callable[[str, tuple[Any, ...]], Any]
+"""A point to keep, whole or in part (other variables take their first choice), or a chooser as `walk` takes them."""
 
 _WHO = "search space"
-_MANY_STATES = 2_000  # what the order of declaration may cost before a narrower one is tried
-_MOST_STATES = 1_000_000
+_MANY_STATES = 4_000  # what the order of declaration may cost before a narrower one is tried
+_MOST_EDGES = 200_000  # one to two seconds and 200 MB
+_MOST_CALLS = 40_000  # of rules: two seconds at 50 µs a call
+_SUBSET_EDGES = 100_000
+_SUBSET_CALLS = 20_000
+_SUBSET_STATES = 2_000  # of a layer
+_WISH_CALLS = 10_000  # for all that is to be kept together
+_LEAST_WISH_CALLS = 500  # for each
 _FORBIDDEN = "/@"  # "/" parts nested names in Ray, "@" marks a variant of a name in Optuna
 
 
@@ -95,29 +110,34 @@ Edge = tuple[int, int, int]
 class Diagram:
     """A compiled space, pruned to what is valid; `compile_diagram` makes it, `autotune.search_spaces.space.Space` is read through it.
 
-    `layers[turn][state]` holds the edges out of a state. `states[turn]` maps choices at the positions that the step looks at to the
-    number of the state; `stands_for[position][choice]` is the choice that a state names for all that make no difference later.
-    `invalid` and `unreachable` are told in `Space`.
+    `layers[turn][state]` holds the edges out of a state; no two states of a layer have the same edges. The other fields are told in
+    `Space`.
     """
 
     variables: tuple[str, ...]
     choices: Mapping[str, tuple[Any, ...]]
     steps: tuple[Step, ...]
     layers: tuple[tuple[tuple[Edge, ...], ...], ...]
-    states: tuple[Mapping[tuple[int, ...], int], ...]
-    stands_for: tuple[tuple[int, ...], ...]
     valid: int
+    exact: bool
     invalid: Mapping[str, int]
+    examples: Mapping[str, Mapping[str, Any]]
     unreachable: tuple[str, ...]
 
 
-def compile_diagram(chain: tuple[Slot, ...] | None, parameters: Mapping[str, Parameter], rules: Sequence[Rule]) -> Diagram:
+def compile_diagram(chain: tuple[Slot, ...] | None, parameters: Mapping[str, Parameter], rules: Sequence[Rule], keep: Sequence[Wish] = ()) -> Diagram:
     """Compile a chain of slots or, where that is None, a flat table; `compile_space` tells what is refused."""
     nodes = [_flat_node(name, parameter) for name, parameter in parameters.items()] if chain is None else _chain_nodes(chain)
+    judge = _Judge(tuple(rules))
+    compiler = _Compiler(nodes, judge, keep, in_order=_as_declared)
     try:
-        return _Compiler(nodes, rules, in_order=_as_declared, most_states=_MANY_STATES).diagram()
+        return compiler.diagram(most_states=_MANY_STATES)
     except _TooWide:
-        return _Compiler(nodes, rules, in_order=_narrow, most_states=_MOST_STATES).diagram()
+        compiler = _Compiler(nodes, judge, keep, in_order=_narrow, unreachable=compiler.unreachable)
+    try:
+        return compiler.diagram(most_states=_MOST_EDGES)
+    except _TooWide:
+        return compiler.subset()
 
 
 @dataclass(frozen=True)
@@ -134,45 +154,98 @@ class _Node:
 
 
 @dataclass(frozen=True)
-class _Switch:
-    """A condition over positions and choice indices; each row carries the number under which its visit is noted."""
-
-    positions: tuple[int, ...]
-    rows: Mapping[tuple[int, ...], tuple[int, Any]]
-    default: Any
-
-
-@dataclass(frozen=True)
 class _Row:
+    """A row of a condition, for messages. `offers` says that its branch is not INVALID, nor a condition with rows of its own."""
+
     label: str
     text: str
     hint: str
     strict: bool
+    possible: bool  # each of its values is among its parent's choices
+    offers: bool
 
 
-_Layer = dict[tuple[bool, tuple[int, ...]], int]
-"""States of the diagram that does not prune, numbered: (already refused?, values of the positions still looked at)."""
+_Key = tuple[int, ...] | None
+"""What tells a state from others: numbers of what is left of the conditions and rules to come. None: refused, and not followed further."""
 
-_FullEdges = list[list[list[tuple[int, int, str | None]]]]
-"""For each layer and state, the ways out: index of the choice, state it leads to, who refuses here (None: nobody, or refused before)."""
+_State = tuple[bool, _Key]
+"""(already refused?, key)."""
 
-_Kept = dict[tuple[int, ...], int]
-
+_Out = tuple[int, _State, str | None, tuple[int, ...]]
+"""A way out of a state: index of the choice, where it leads, who refuses here, rows that are now sure to be looked up."""
 
 _Order = Callable[[list[_Node], Mapping[str, tuple[str, ...]], tuple[Rule, ...]], list[_Node]]
 """Orders nodes; gets the labels of each label's parents too, and the rules."""
 
+_REFUSED: _State = (True, None)
+_OPEN = ABSENT - 1  # in what a rule has seen so far: its variable has not had its turn
 
-class _TooWide(SpaceError):
-    """The diagram has more states than allowed."""
+
+class _TooWide(Exception):  # caught where it is raised: a wider limit or a subset follows
+    """The diagram has more states, or asks its rules more often, than allowed."""
+
+
+class _Judge:
+    """Asks rules, each about the same values once, and no more often than `most` times in all."""
+
+    def __init__(self, rules: tuple[Rule, ...]) -> None:
+        self.rules = rules
+        self.asked = 0
+        self.most: int | None = _MOST_CALLS
+        self._answers: list[dict[tuple[int, ...], bool]] = [{} for _ in rules]
+
+    def allows(self, number: int, key: tuple[int, ...], choices: Mapping[str, list[Any]]) -> bool:
+        answers = self._answers[number]
+        if key not in answers:
+            if self.most is not None and self.asked >= self.most:
+                raise _TooWide
+            self.asked += 1
+            rule = self.rules[number]
+            seen = {name: detached(choices[name][c]) for name, c in zip(rule.names, key, strict=True) if c != ABSENT}
+            try:
+                answers[key] = bool(rule.allows(seen))
+            except Exception as error:
+                raise SpaceError(f"rule {rule.id}", f"a rule must be able to judge {seen!r}", f"{type(error).__name__}: {error}") from error
+        return answers[key]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a step makes the key of the next state: once for walks that are valid so far, once for refused ones.
+
+    `watchers` are those that look at the step's variable: (watcher, its place in the key or -1 while it has seen nothing, whether this is
+    the last chance to see it set). `classes[choice]` is one number for all choices that no watcher tells apart; `ABSENT` comes last.
+    `onward[ended]` picks the next key from this key followed by the watchers' new remainders.
+    """
+
+    own: int
+    watchers: tuple[tuple[int, int, bool], ...]
+    classes: tuple[int, ...]
+    onward: tuple[Callable[[tuple[int, ...]], tuple[int, ...]], Callable[[tuple[int, ...]], tuple[int, ...]]]
+
+
+@dataclass
+class _Full:
+    """The diagram that does not prune: states of each layer, and for each the ways out (choice, state it leads to, who refuses here)."""
+
+    states: list[list[_State]]
+    edges: list[list[list[tuple[int, int, str | None]]]]
+    came: list[list[tuple[int, int]]]  # for each state one state of the layer before, and the choice that led here
+    refusals: dict[str, tuple[int, int, int]]  # of each id the first: layer, state, choice
+    lookups: set[tuple[int, int, int]]  # row, layer, state: here the row is sure to be looked up; layer -1: in refused walks
 
 
 class _Compiler:
-    """The work of `compile_diagram`: order, turn names into positions, build the diagram forwards, count it backwards, prune."""
+    """The work of `compile_diagram`: order, turn names into positions, build the diagram forwards, count it backwards, prune.
 
-    def __init__(self, nodes: list[_Node], rules: Sequence[Rule], *, in_order: _Order, most_states: int) -> None:
-        self.rules = tuple(rules)
-        self.most_states = most_states
+    Watchers are what later steps look back with: number i is the condition of step i (its gate the outermost table), the numbers after
+    those stand for the rules, one for all that look at the same names.
+    """
+
+    def __init__(self, nodes: list[_Node], judge: _Judge, keep: Sequence[Wish], *, in_order: _Order, unreachable: list[_Row] | None = None) -> None:
+        self.unreachable = unreachable  # rows that cannot occur, the same in any order; None while not known
+        self.judge = judge
+        self.rules = judge.rules
         self.labels_of: dict[str, list[str]] = {}
         for node in nodes:
             self.labels_of.setdefault(node.name, []).append(node.label)
@@ -180,6 +253,7 @@ class _Compiler:
         self.nodes = in_order(nodes, parents, self.rules)
         self.variables = tuple(dict.fromkeys(node.name for node in self.nodes))
         self.position = {name: i for i, name in enumerate(self.variables)}
+        self.here = [self.position[node.name] for node in self.nodes]
         self.choices: dict[str, list[Any]] = {name: [] for name in self.variables}
         self.index: dict[str, dict[Any, int]] = {name: {} for name in self.variables}
         for node in nodes:
@@ -188,13 +262,17 @@ class _Compiler:
                 if value_key(value) not in places:
                     places[value_key(value)] = len(places)
                     self.choices[node.name].append(value)
+        self.keep = keep
+        for wish in keep:
+            for name in wish if isinstance(wish, Mapping) else ():
+                if name not in self.position:
+                    raise SpaceError(_WHO, "a point to keep must be made of variables of the space", repr(name), nearest(name, self.variables))
         self.rows: list[_Row] = []
-        self.visited: set[int] = set()
-        self.branches = [self._compiled(node.parameter, node) for node in self.nodes]
-        self.gates = [(self.position[n.gate[0]], self.index[n.gate[0]][value_key(n.gate[1])]) if n.gate else None for n in self.nodes]
+        self.named: dict[int, set[int]] = {}  # position -> choices that some row names
+        self.left = Remainders()
+        self.starts = [self._with_gate(node, self._compiled(node.parameter, node)) for node in self.nodes]
         self._place_rules()
-        self._find_live()
-        self._find_classes()
+        self._place_watchers()
 
     def _parent_labels(self, node: _Node) -> tuple[str, ...]:
         wanted = node.parameter.all_parents if isinstance(node.parameter, Conditional) else ()
@@ -214,36 +292,53 @@ class _Compiler:
             return f"{node.gate[0]}.{parent}"
         return parent
 
-    def _compiled(self, branch: Any, node: _Node) -> Any:
+    # ------------------------------------------------------------------ conditions and rules as watchers
+
+    def _compiled(self, branch: Any, node: _Node) -> int:
+        """Number of the remainder that a branch is while nothing is known."""
         if isinstance(branch, Categorical):
-            return tuple(self.index[node.name][value_key(v)] for v in branch.values)
+            return self.left.offer(tuple(self.index[node.name][value_key(v)] for v in branch.values))
         if not isinstance(branch, Conditional):
-            return branch
+            return self.left.offer(branch)
         names = [self._variable(node, parent) for parent in branch.parents]
-        table: dict[tuple[int, ...], tuple[int, Any]] = {}
+        positions = tuple(self.position[n] for n in names)
+        table = []
         for values, below in branch.support.items():
             number = len(self.rows)
-            self.rows.append(self._row(node, branch.parents, names, values))
-            compiled = self._compiled(below, node)
             places = tuple(ABSENT if v is INACTIVE else self.index[n].get(value_key(v)) for n, v in zip(names, values, strict=True))
-            if None not in places:
-                table[places] = (number, compiled)  # type: ignore[index] # no None among the places
-        return _Switch(tuple(self.position[n] for n in names), table, self._compiled(branch.default, node))
+            known = tuple(place for place in places if place is not None)
+            possible = len(known) == len(places)
+            self.rows.append(self._row(node, branch.parents, names, values, below, possible))
+            compiled = self._compiled(below, node)
+            if possible:
+                table.append((known, (number,), compiled))
+                for position, place in zip(positions, known, strict=True):
+                    self.named.setdefault(position, set()).add(place)
+        return self.left.table(positions, table, self._compiled(branch.default, node))
 
-    def _row(self, node: _Node, parents: tuple[str, ...], names: list[str], values: tuple[Any, ...]) -> _Row:
+    def _row(self, node: _Node, parents: tuple[str, ...], names: list[str], values: tuple[Any, ...], branch: Any, possible: bool) -> _Row:
         text = ", ".join(f"{parent}={value!r}" for parent, value in zip(parents, values, strict=True))
         hint = "These values never come together: take the row away, or widen its parents"
         for parent, name, value in zip(parents, names, values, strict=True):
             if value is not INACTIVE and value_key(value) not in self.index[name]:
                 hint = f"The choices of {parent} are {self.choices[name]!r}"
-        return _Row(node.label, text, hint, node.strict)
+        return _Row(node.label, text, hint, node.strict, possible, offers=isinstance(branch, Categorical | Inactive))
+
+    def _with_gate(self, node: _Node, number: int) -> int:
+        if node.gate is None:
+            return number
+        slot, alternative = node.gate
+        place = self.index[slot][value_key(alternative)]
+        self.named.setdefault(self.position[slot], set()).add(place)
+        return self.left.table((self.position[slot],), [((place,), (), number)], self.left.offer(INACTIVE))
 
     def _place_rules(self) -> None:
         """Put each rule at the step after which it can be judged."""
         last = {node.name: i for i, node in enumerate(self.nodes)}
         self.rules_at: list[list[int]] = [[] for _ in self.nodes]
-        self.rule_positions: list[tuple[int, ...]] = []
-        self.judged: list[dict[tuple[int, ...], bool]] = [{} for _ in self.rules]
+        self.groups: dict[tuple[str, ...], int] = {}  # names -> watcher
+        self.seen: list[tuple[int, ...]] = []  # what a group of rules has seen so far, by number; equal for equal ones
+        self._seen_numbers: dict[tuple[int, ...], int] = {}
         for number, rule in enumerate(self.rules):
             who = f"rule {rule.id}"
             if not rule.names:
@@ -254,149 +349,245 @@ class _Compiler:
                 if name not in last:
                     raise SpaceError(who, "a rule must look at variables of the space", repr(name), nearest(name, self.variables))
             self.rules_at[max(last[name] for name in rule.names)].append(number)
-            self.rule_positions.append(tuple(self.position[name] for name in rule.names))
+            self.groups.setdefault(tuple(rule.names), len(self.nodes) + len(self.groups))
 
-    def _find_live(self) -> None:
-        """Find, for every step, the earlier positions that it or a later one looks at: conditions alone, and with rules."""
-        by_conditions: dict[int, int] = {}
-        for i, (branch, gate) in enumerate(zip(self.branches, self.gates, strict=True)):
-            for switch in _switches(branch):
-                by_conditions.update(dict.fromkeys(switch.positions, i))
-            if gate is not None:
-                by_conditions[gate[0]] = i
-        by_all = dict(by_conditions)
-        for i, numbers in enumerate(self.rules_at):
-            for number in numbers:
-                for position in self.rule_positions[number]:
-                    by_all[position] = max(by_all.get(position, 0), i)
-        self.live: list[tuple[int, ...]] = []
-        self.live_refused: list[tuple[int, ...]] = []
-        before: dict[int, None] = {}
-        for i in range(len(self.nodes) + 1):
-            self.live.append(tuple(p for p in before if by_all.get(p, -1) >= i))
-            self.live_refused.append(tuple(p for p in before if by_conditions.get(p, -1) >= i))
-            if i < len(self.nodes):
-                before[self.position[self.nodes[i].name]] = None
+    def _place_watchers(self) -> None:
+        """Find what each watcher looks at and when, and so what a key holds in each layer and how it is made from the one before."""
+        count = len(self.nodes)
+        last = {position: i for i, position in enumerate(self.here)}
+        watched = [self.left.looks_at(start) for start in self.starts]
+        until = list(range(count))  # the first step whose variable the watcher no longer sees
+        self.group_positions = [tuple(self.position[name] for name in names) for names in self.groups]
+        for positions in self.group_positions:
+            watched.append(frozenset(positions))
+            until.append(max(last[p] for p in positions) + 1)
+            self.starts.append(self._seen_number((_OPEN,) * len(positions)))
+        firsts = [min((i for i in range(until[w]) if self.here[i] in watched[w]), default=count) for w in range(len(watched))]
+        due = [w if w < count else until[w] - 1 for w in range(len(watched))]
+        layouts: list[tuple[list[int], list[int]]] = []
+        for i in range(count + 1):
+            held = [w for w in range(len(watched)) if firsts[w] < i <= due[w]]
+            layouts.append((held, [w for w in held if w < count]))
+        self.plans = [
+            (self._plan(i, layouts, watched, until, refused=False), self._plan(i, layouts, watched, until, refused=True)) for i in range(count)
+        ]
+        self.effects: list[tuple[dict[Any, Any], dict[Any, Any]]] = [({}, {}) for _ in self.nodes]
+        # for samplers that ask in an order of their own: positions set before a step that it or a later one looks at
+        self.looks_at = []
+        for i in range(count):
+            wanted = frozenset[int]().union(*(watched[w] for w in range(len(watched)) if due[w] >= i))
+            self.looks_at.append(tuple(p for p in dict.fromkeys(self.here[:i]) if p in wanted))
 
-    def _find_classes(self) -> None:
-        """Give each choice the one that stands for it in a state: choices that no row, gate or rule tells apart share one."""
-        told_apart: list[set[int]] = [set() for _ in self.variables]
-        for branch in self.branches:
-            for switch in _switches(branch):
-                for key in switch.rows:
-                    for position, choice in zip(switch.positions, key, strict=True):
-                        told_apart[position].add(choice)
-        for gate in self.gates:
-            if gate is not None:
-                told_apart[gate[0]].add(gate[1])
-        for positions in self.rule_positions:
-            for position in positions:
-                told_apart[position].update(range(len(self.choices[self.variables[position]])))
-        self.stands_for: list[tuple[int, ...]] = []
-        for name, apart in zip(self.variables, told_apart, strict=True):
-            alike = [choice for choice in range(len(self.choices[name])) if choice not in apart]
-            self.stands_for.append(tuple(choice if choice in apart else alike[0] for choice in range(len(self.choices[name]))))
+    def _plan(self, i: int, layouts: list[tuple[list[int], list[int]]], watched: list[frozenset[int]], until: list[int], *, refused: bool) -> _Plan:
+        layout = layouts[i][refused]
+        place = {w: at for at, w in enumerate(layout)}
+        watchers = []
+        for w in range(len(self.nodes) if refused else len(watched)):
+            if i < until[w] and self.here[i] in watched[w]:
+                watchers.append((w, place.get(w, -1), self.here[i] not in self.here[i + 1 : until[w]]))
+        updated = {w: len(layout) + at for at, (w, _, _) in enumerate(watchers)}
+        onward = [_picker([updated.get(w, place.get(w, -1)) for w in layouts[i + 1][ended]]) for ended in (False, True)]
+        choices = range(len(self.choices[self.nodes[i].name]))
+        classes = choices if any(w >= len(self.nodes) for w, _, _ in watchers) else [told_apart(self.named, self.here[i], c) for c in choices]
+        return _Plan(place.get(i, -1), tuple(watchers), (*classes, ABSENT), (onward[0], onward[1]))
 
-    def diagram(self) -> Diagram:
-        states, edges = self._forwards()
-        valid = _backwards(edges, [0 if refused else 1 for refused, _ in states[-1]])
-        invalid = self._refusals(edges, _backwards(edges, [1] * len(states[-1])))
-        unreachable = [row for number, row in enumerate(self.rows) if number not in self.visited]
-        for row in unreachable:
-            if row.strict:
-                raise SpaceError(_WHO, f"a row in the condition of {row.label} must be able to occur", row.text, row.hint)
+    def _seen_number(self, seen: tuple[int, ...]) -> int:
+        number = self._seen_numbers.setdefault(seen, len(self.seen))
+        if number == len(self.seen):
+            self.seen.append(seen)
+        return number
+
+    # ------------------------------------------------------------------ one step
+
+    def _outs(self, i: int, state: _State) -> list[_Out]:
+        """The ways out of a state."""
+        refused, key = state
+        if key is None:
+            return [(ABSENT, state, None, ())]
+        plan = self.plans[i][refused]
+        offer = self.left.content(self.starts[i] if plan.own < 0 else key[plan.own])
+        fault = INVALID_BRANCH if isinstance(offer, Invalid) else None
+        choices = (ABSENT,) if isinstance(offer, Inactive | Invalid) else offer
+        current = tuple([self.starts[w] if at < 0 else key[at] for w, at, _ in plan.watchers])
+        effects = self.effects[i][refused]
+        targets: dict[Any, _State] = {}
+        outs = []
+        for choice in choices:
+            asked = (current, plan.classes[choice], fault)
+            effect = effects.get(asked)
+            if effect is None:
+                effect = effects[asked] = self._effect(i, plan, current, plan.classes[choice], judged=not refused and fault is None)
+            after, notes, refuser = effect
+            refuser = None if refused else fault or refuser
+            ended = refused or refuser is not None
+            target = targets.get((after, ended))
+            if target is None:
+                target = targets[after, ended] = (ended, plan.onward[ended](key + after))
+            outs.append((choice, target, refuser, notes))
+        return outs
+
+    def _effect(
+        self, i: int, plan: _Plan, current: tuple[int, ...], choice: int, *, judged: bool
+    ) -> tuple[tuple[int, ...], tuple[int, ...], str | None]:
+        """What a choice makes of the watchers' remainders, the rows it makes sure of, and the rule that refuses it."""
+        position = self.here[i]
+        after = []
+        notes: tuple[int, ...] = ()
+        for (watcher, _, is_last), number in zip(plan.watchers, current, strict=True):
+            if choice == ABSENT and not is_last:  # a later step of the same name may set it
+                after.append(number)
+            elif watcher < len(self.nodes):
+                more, number_after = self.left.given(number, position, told_apart(self.named, position, choice))
+                notes += more
+                after.append(number_after)
+            else:
+                positions = self.group_positions[watcher - len(self.nodes)]
+                seen = self.seen[number]
+                fresh = tuple([choice if p == position and (choice != ABSENT or s == _OPEN) else s for p, s in zip(positions, seen, strict=True)])
+                after.append(self._seen_number(fresh))
+        refuser = None
+        if judged:
+            number_of = {watcher: number for (watcher, _, _), number in zip(plan.watchers, after, strict=True)}
+            for rule in self.rules_at[i]:
+                key = self.seen[number_of[self.groups[tuple(self.rules[rule].names)]]]
+                if not self.judge.allows(rule, key, self.choices):
+                    refuser = self.rules[rule].id
+                    break
+        return tuple(after), notes, refuser
+
+    # ------------------------------------------------------------------ the whole
+
+    def diagram(self, *, most_states: int) -> Diagram:
+        """Compile with exact counts. Raises `_TooWide`."""
+        full = None if self.rules else self._forwards(most_states)
+        if self.unreachable is None:
+            self.unreachable = self._refuse_rows(full or self._without_rules(most_states))
+        return self._finished(full or self._forwards(most_states), exact=True)
+
+    def subset(self) -> Diagram:
+        """Compile a part of the space: at most so many states a layer, those that lead to the points to keep among them."""
+        if self.unreachable is None:  # too wide even without rules: whether other rows can occur isn't known
+            self.unreachable = [row for row in self.rows if not row.possible]
+            self._refuse_unreachable(self.unreachable)
+        paths = [path for wish in self.keep or [{}] if (path := self._wished(wish)) is not None]
+        if not paths and (path := self._wished(lambda _, choices: choices[-1])) is not None:
+            paths = [path]
+        ways = [max(1, len(self.choices[node.name])) for node in self.nodes]  # out of one state, at most
+        edges, calls = sum(ways), sum(count * len(numbers) for count, numbers in zip(ways, self.rules_at, strict=True))
+        width = max(1, min(_SUBSET_STATES, _SUBSET_EDGES // max(edges, 1), _SUBSET_CALLS // max(calls, 1)))
+        self.judge.most = None  # the width is the limit from here on
+        return self._finished(self._forwards(None, width=width, paths=paths), exact=False)
+
+    def _forwards(self, most_states: int | None, *, width: int = 0, paths: Sequence[Sequence[int]] = ()) -> _Full:
+        """Build the diagram forwards. With `width`, only so many states a layer are kept, and those on the paths (choices, one a step)."""
+        start: _State = (False, ())
+        full = _Full(states=[[start]], edges=[], came=[[]], refusals={}, lookups=set())
+        on_paths = [0] * len(paths)
+        states, edges = 0, 0
+        for i in range(len(self.nodes)):
+            numbers: dict[_State, int] = {}
+            came: list[tuple[int, int]] = []
+            layer = []
+            for s, state in enumerate(full.states[i]):
+                out = []
+                for choice, leads_to, refuser, notes in self._outs(i, state):
+                    if refuser is not None and refuser not in full.refusals:
+                        full.refusals[refuser] = (i, s, choice)
+                    target = _REFUSED if width and leads_to[0] else leads_to  # in a subset not followed: it counts for one leaf at least
+                    following = numbers.get(target)
+                    if following is None:
+                        following = numbers[target] = len(numbers)
+                        came.append((s, choice))
+                    full.lookups.update((row, -1, 0) if target[0] else (row, i + 1, following) for row in notes)
+                    out.append((choice, following, refuser))
+                layer.append(out)
+                edges += len(out)
+                if most_states is not None and (states + len(numbers) > most_states or edges > _MOST_EDGES):
+                    raise _TooWide
+            states += len(numbers)
+            reached = list(numbers)
+            if width:
+                on_paths = [next(f for c, f, _ in layer[at] if c == path[i]) for at, path in zip(on_paths, paths, strict=True)]
+                kept = _kept(reached, layer, width, on_paths, i)
+                reached, layer = [reached[f] for f in kept], [[(c, kept[f], r) for c, f, r in out if f in kept] for out in layer]
+                came = [came[f] for f in kept]
+                on_paths = [kept[f] for f in on_paths]
+            full.states.append(reached)
+            full.edges.append(layer)
+            full.came.append(came)
+        return full
+
+    def _wished(self, wish: Wish) -> list[int] | None:
+        """The choices, one a step, of the first valid point in a walk that goes by a wish and turns back where nothing valid is left.
+
+        None where there is none, or none that a bounded number of calls finds.
+        """
+        self.judge.most = self.judge.asked + max(_LEAST_WISH_CALLS, _WISH_CALLS // max(len(self.keep), 1))
+        dead: set[tuple[int, _State]] = set()
+        path: list[tuple[_State, Iterator[_Out]]] = []
+        taken: list[int] = []
+        state: _State = (False, ())
+        steps_left = _SUBSET_EDGES
+        try:
+            while len(taken) < len(self.nodes):
+                if len(path) == len(taken):
+                    path.append((state, iter(self._by_wish(len(taken), state, wish))))
+                following = next(path[-1][1], None)
+                steps_left -= 1
+                if steps_left < 0:
+                    return None
+                if following is None:
+                    dead.add((len(taken), path.pop()[0]))
+                    if not taken:
+                        return None
+                    taken.pop()
+                    continue
+                choice, state, _, _ = following
+                if (len(taken) + 1, state) not in dead:
+                    taken.append(choice)
+        except _TooWide:
+            return None
+        return taken
+
+    def _by_wish(self, i: int, state: _State, wish: Wish) -> list[_Out]:
+        outs = [out for out in self._outs(i, state) if out[2] is None]
+        name = self.nodes[i].name
+        if not outs or outs[0][0] == ABSENT:
+            return outs
+        values = [self.choices[name][choice] for choice, *_ in outs]
+        if isinstance(wish, Mapping):
+            wanted = wish.get(name, values[0])
+        else:
+            wanted = wish(name, tuple(detached(v) for v in values)) if len(values) > 1 else values[0]
+        return sorted(outs, key=lambda out: not same(self.choices[name][out[0]], wanted))
+
+    def _finished(self, full: _Full, *, exact: bool) -> Diagram:
+        ends = full.states[-1]
+        valid = _backwards(full, [0 if refused else 1 for refused, _ in ends])
+        invalid = self._refusals(full, _backwards(full, [1] * len(ends)))
+        examples = {name: self._example(full, *where) for name, where in full.refusals.items()}
         if not valid[0][0]:
-            raise self._nothing_left(invalid)
-        layers, kept = _pruned(states, edges, valid)
+            raise self._nothing_left(full, invalid, examples) if exact else self._nothing_found()
+        layers = _pruned(full, valid)
+        if exact:
+            self._refuse_empty_chain(layers, examples)
         return Diagram(
             variables=self.variables,
             choices={name: tuple(values) for name, values in self.choices.items()},
-            steps=tuple(Step(n.name, self.position[n.name], self.live[i]) for i, n in enumerate(self.nodes)),
+            steps=tuple(Step(n.name, self.here[i], self.looks_at[i]) for i, n in enumerate(self.nodes)),
             layers=layers,
-            states=kept,
-            stands_for=tuple(self.stands_for),
             valid=valid[0][0],
+            exact=exact,
             invalid=invalid,
-            unreachable=tuple(f"{row.label}: {row.text}" for row in unreachable),
+            examples={name: examples[name] for name in invalid if name in examples},
+            unreachable=tuple(f"{row.label}: {row.text}" for row in self.unreachable or ()),
         )
 
-    def _forwards(self) -> tuple[list[_Layer], _FullEdges]:
-        """Build the diagram that does not prune: the states of each layer with their numbers, and the edges between layers."""
-        states: list[_Layer] = [{(False, ()): 0}]
-        edges: _FullEdges = []
-        values = [ABSENT] * len(self.variables)
-        total = 0
-        for i, node in enumerate(self.nodes):
-            here = self.position[node.name]
-            following: _Layer = {}
-            layer = []
-            for refused, known in states[i]:
-                looked_at = self.live_refused[i] if refused else self.live[i]
-                values[here] = ABSENT  # unless an earlier step of the same name has set it
-                for position, value in zip(looked_at, known, strict=True):
-                    values[position] = value
-                before = values[here]
-                out = []
-                for choice, fault in self._options(i, values):
-                    values[here] = before if choice == ABSENT else self.stands_for[here][choice]
-                    refuser = fault if fault or refused else self._refuser(i, values)
-                    ended = refused or refuser is not None
-                    after = tuple(values[p] for p in (self.live_refused if ended else self.live)[i + 1])
-                    out.append((choice, following.setdefault((ended, after), len(following)), None if refused else refuser))
-                layer.append(out)
-                if total + len(following) > self.most_states:
-                    raise _TooWide(
-                        _WHO,
-                        f"conditions and rules must look at few variables each; they make more than {self.most_states} cases to tell apart",
-                        f"this many at {node.label}",
-                        "Split the rules into smaller ones, or take some choices away",
-                    )
-            total += len(following)
-            edges.append(layer)
-            states.append(following)
-        return states, edges
-
-    def _options(self, i: int, values: list[int]) -> list[tuple[int, str | None]]:
-        gate = self.gates[i]
-        if gate is not None and values[gate[0]] != gate[1]:
-            return [(ABSENT, None)]
-        branch = self.branches[i]
-        while isinstance(branch, _Switch):
-            key = tuple(values[p] for p in branch.positions)
-            row = branch.rows.get(key)
-            if row is not None:
-                self.visited.add(row[0])
-                branch = row[1]
-            else:
-                branch = INACTIVE if ABSENT in key else branch.default
-        if isinstance(branch, Inactive):
-            return [(ABSENT, None)]
-        if isinstance(branch, Invalid):
-            return [(ABSENT, INVALID_BRANCH)]
-        return [(choice, None) for choice in branch]
-
-    def _refuser(self, i: int, values: list[int]) -> str | None:
-        for number in self.rules_at[i]:
-            key = tuple(values[p] for p in self.rule_positions[number])
-            judged = self.judged[number]
-            if key not in judged:
-                judged[key] = self._judge(self.rules[number], key)
-            if not judged[key]:
-                return self.rules[number].id
-        return None
-
-    def _judge(self, rule: Rule, key: tuple[int, ...]) -> bool:
-        seen = {name: detached(self.choices[name][c]) for name, c in zip(rule.names, key, strict=True) if c != ABSENT}
-        try:
-            return bool(rule.allows(seen))
-        except Exception as error:
-            raise SpaceError(f"rule {rule.id}", f"a rule must be able to judge {seen!r}", f"{type(error).__name__}: {error}") from error
-
-    def _refusals(self, edges: _FullEdges, leaves: list[list[int]]) -> dict[str, int]:
+    def _refusals(self, full: _Full, leaves: list[list[int]]) -> dict[str, int]:
         """Count the leaves that each rule, and INVALID branches, refuse first: paths to the refusing edge times leaves beyond it."""
         refused = {INVALID_BRANCH: 0, **{rule.id: 0 for rule in self.rules}}
         paths = [1]
-        for i, layer in enumerate(edges):
+        for i, layer in enumerate(full.edges):
             onward = [0] * len(leaves[i + 1])
             for reached, out in zip(paths, layer, strict=True):
                 for _, following, refuser in out:
@@ -406,40 +597,190 @@ class _Compiler:
             paths = onward
         return refused
 
-    def _nothing_left(self, invalid: Mapping[str, int]) -> SpaceError:
+    def _example(self, full: _Full, i: int, s: int, choice: int) -> dict[str, Any]:
+        """The leaf that this choice in this state is on the way to, the first choice taken wherever there is one after it."""
+        path = [choice]
+        state = full.states[i][s]
+        for earlier in range(i, 0, -1):
+            s, before = full.came[earlier][s]
+            path.append(before)
+        path.reverse()
+        for step in range(i, len(self.nodes)):
+            outs = self._outs_unjudged(step, state)
+            taken, state = next((out for out in outs if step == i and out[0] == choice), outs[0])
+            if step > i:
+                path.append(taken)
+        return {node.name: detached(self.choices[node.name][c]) for node, c in zip(self.nodes, path, strict=True) if c != ABSENT}
+
+    def _outs_unjudged(self, i: int, state: _State) -> list[tuple[int, _State]]:
+        """The ways out of a state where the walk is refused by this step at the latest; no rule is asked."""
+        refused, key = state
+        assert key is not None, "examples start from states that are followed"
+        plan = self.plans[i][refused]
+        offer = self.left.content(self.starts[i] if plan.own < 0 else key[plan.own])
+        current = tuple([self.starts[w] if at < 0 else key[at] for w, at, _ in plan.watchers])
+        choices = (ABSENT,) if isinstance(offer, Inactive | Invalid) else offer
+        return [(c, (True, plan.onward[True](key + self._effect(i, plan, current, c, judged=False)[0]))) for c in choices]
+
+    # ------------------------------------------------------------------ refusals
+
+    def _without_rules(self, most_states: int) -> _Full:
+        """The diagram of the conditions alone: its keys hold nothing of what rules have seen."""
+        if not self.rows:
+            return _Full(states=[], edges=[], came=[], refusals={}, lookups=set())
+        rules_at, effects, plans = self.rules_at, self.effects, self.plans
+        self.rules_at = [[] for _ in self.nodes]
+        self.effects = [({}, {}) for _ in self.nodes]
+        bare = [replace(refused, onward=(refused.onward[True], refused.onward[True])) for _, refused in plans]
+        self.plans = [(plan, plan) for plan in bare]
+        try:
+            return self._forwards(most_states)
+        finally:
+            self.rules_at, self.effects, self.plans = rules_at, effects, plans
+
+    def _refuse_rows(self, full: _Full) -> list[_Row]:
+        """Refuse rows, written for this space, that cannot occur or in which INVALID branches leave nothing; give the others back.
+
+        Rules are left out of it: what they refuse depends on the target and the data, and a sweep file serves more than one.
+        """
+        if not self.rows:
+            return []
+        visited = {row for row, _, _ in full.lookups}
+        unreachable = [row for number, row in enumerate(self.rows) if number not in visited]
+        self._refuse_unreachable(unreachable)
+        valid = _backwards(full, [0 if refused else 1 for refused, _ in full.states[-1]])
+        alive = {row for row, layer, state in full.lookups if layer >= 0 and valid[layer][state]}
+        for number, row in enumerate(self.rows):
+            if valid[0][0] and row.strict and row.offers and number in visited and number not in alive:
+                raise SpaceError(
+                    _WHO,
+                    f"the branch of {row.label} for {row.text} must leave a valid point",
+                    f"only combinations that {self._invalid_after(full, number)} makes INVALID",
+                    "Make one of them valid, or this branch INVALID too",
+                )
+        return unreachable
+
+    def _invalid_after(self, full: _Full, row: int) -> str:
+        """The label of a condition that is INVALID wherever the row is looked up; nothing valid lies beyond it."""
+        where = min(((layer, state) for number, layer, state in full.lookups if number == row and layer >= 0), default=None)
+        if where is None:
+            return "another condition"
+        layer, state = where
+        while True:
+            _, state, refuser = full.edges[layer][state][0]
+            if refuser is not None:
+                return self.nodes[layer].label
+            layer += 1
+
+    def _refuse_unreachable(self, rows: Iterable[_Row]) -> None:
+        for row in rows:
+            if row.strict:
+                raise SpaceError(_WHO, f"a row in the condition of {row.label} must be able to occur", row.text, row.hint)
+
+    def _refuse_empty_chain(self, layers: tuple[tuple[tuple[Edge, ...], ...], ...], examples: Mapping[str, Mapping[str, Any]]) -> None:
+        slots = [i for i, node in enumerate(self.nodes) if node.is_slot]
+        if not slots or any(self.choices[self.nodes[i].name][c] is not None for i in slots for edges in layers[i] for c, _, _ in edges):
+            return
+        names = ", ".join(self.nodes[i].name for i in slots)
+        raise SpaceError(
+            _WHO,
+            "at least one slot must be able to hold a pass",
+            f"{names} can only be skipped: " + "; ".join(f"{_shown(example)} refused by {_refuser(name)}" for name, example in examples.items()),
+            self._mend(examples),
+        )
+
+    def _nothing_left(self, full: _Full, invalid: Mapping[str, int], examples: Mapping[str, Mapping[str, Any]]) -> SpaceError:
         causes = {name: count for name, count in invalid.items() if count}
-        messages = dict.fromkeys(rule.message for rule in self.rules if rule.message and causes.get(rule.id))
-        mend = " ".join(messages) or "Make a branch valid, or widen the parents' choices"
-        refused = ", ".join(f"{count} refused by {'INVALID branches' if name == INVALID_BRANCH else name}" for name, count in causes.items())
-        return SpaceError(_WHO, "at least one valid point must remain", f"{sum(causes.values())} points: {refused}", mend)
+        told = []
+        for name, count in causes.items():
+            where = ""
+            if name == INVALID_BRANCH:
+                node = self.nodes[full.refusals[name][0]]
+                earlier = {n: v for n, v in examples[name].items() if n in self._parents_in_words(node)}
+                where = f" ({node.label}" + (f" with {_shown(earlier)})" if earlier else ")")
+            told.append(f"{count} refused by {_refuser(name)}{where}")
+        return SpaceError(_WHO, "at least one valid point must remain", f"{sum(causes.values())} points: {', '.join(told)}", self._mend(causes))
+
+    def _nothing_found(self) -> SpaceError:
+        ids = ", ".join(dict.fromkeys(rule.id for rule in self.rules))
+        return SpaceError(
+            _WHO,
+            "at least one valid point must be found",
+            f"none in {self.judge.asked} calls of rules ({ids})" if ids else "none among the combinations looked at",
+            "Split conditions and rules that look at many variables into smaller ones, or name a valid point to start from",
+        )
+
+    def _parents_in_words(self, node: _Node) -> set[str]:
+        wanted = node.parameter.all_parents if isinstance(node.parameter, Conditional) else ()
+        return {self._variable(node, parent) for parent in wanted}
+
+    def _mend(self, ids: Iterable[str]) -> str:
+        messages = dict.fromkeys(rule.message for rule in self.rules if rule.message and rule.id in ids)
+        return " ".join(messages) or "Make a branch valid, or widen the parents' choices"
 
 
-def _backwards(edges: _FullEdges, ends: list[int]) -> list[list[int]]:
+def _refuser(name: str) -> str:
+    return "INVALID branches" if name == INVALID_BRANCH else name
+
+
+def _shown(point: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in point.items())
+
+
+def _picker(places: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    if not places:
+        return lambda _: ()
+    if len(places) == 1:
+        only = places[0]
+        return lambda values: (values[only],)
+    return itemgetter(*places)
+
+
+def _kept(reached: list[_State], layer: list[list[tuple[int, int, str | None]]], width: int, wanted: Iterable[int], turn: int) -> dict[int, int]:
+    """Choose the states of a layer to keep: old number to new. Every state before keeps one way on, as far as the width allows.
+
+    The order is that of a checksum of what a state holds: even, the same everywhere, and no choice is preferred.
+    """
+    kept = dict.fromkeys(wanted)
+    kept.update(dict.fromkeys(f for f, state in enumerate(reached) if state[0]))  # refused: one state
+    open_states = [f for f, state in enumerate(reached) if not state[0]]
+    if len(open_states) > width:
+        rank = {f: zlib.crc32(repr((turn, reached[f])).encode()) for f in open_states}
+        ways = [sorted({f for _, f, _ in out if f in rank}, key=lambda f: (rank[f], f)) for out in layer]
+        room = width + len(kept)
+        for turn_of_each in range(max(map(len, ways), default=0)):
+            for state in sorted((way[turn_of_each] for way in ways if turn_of_each < len(way)), key=lambda f: (rank[f], f)):
+                if len(kept) >= room:
+                    break
+                kept[state] = None
+    else:
+        kept.update(dict.fromkeys(open_states))
+    return {old: new for new, old in enumerate(sorted(kept))}
+
+
+def _backwards(full: _Full, ends: list[int]) -> list[list[int]]:
     """Count, for every state, what lies beyond it: `ends` says what each state of the last layer counts for."""
     counts = [ends]
-    for layer in reversed(edges):
-        counts.append([sum(counts[-1][following] for _, following, _ in out) for out in layer])
+    for layer in reversed(full.edges):
+        beyond = counts[-1]
+        counts.append([sum([beyond[following] for _, following, _ in out]) for out in layer])
     return counts[::-1]
 
 
-def _pruned(states: list[_Layer], edges: _FullEdges, valid: list[list[int]]) -> tuple[tuple[tuple[tuple[Edge, ...], ...], ...], tuple[_Kept, ...]]:
-    """Leave only states and edges with a valid point beyond, and number the states anew."""
-    renumbered: list[dict[int, int]] = []
-    kept: list[_Kept] = []
-    for layer, counts in zip(states, valid, strict=True):
-        alive = [(known, old) for (_, known), old in layer.items() if counts[old]]
-        renumbered.append({old: new for new, (_, old) in enumerate(alive)})
-        kept.append({known: new for new, (known, _) in enumerate(alive)})
-    layers = []
-    for i, layer_edges in enumerate(edges):
-        beyond, numbers = valid[i + 1], renumbered[i + 1]
-        layers.append(
-            tuple(
-                tuple((choice, numbers[following], beyond[following]) for choice, following, _ in layer_edges[old] if beyond[following])
-                for old in renumbered[i]
-            )
-        )
-    return tuple(layers), tuple(kept[:-1])
+def _pruned(full: _Full, valid: list[list[int]]) -> tuple[tuple[tuple[Edge, ...], ...], ...]:
+    """Leave only states and edges with a valid point beyond, and make one state of those with the same edges."""
+    layers: list[tuple[tuple[Edge, ...], ...]] = []
+    numbers = [0] * len(valid[-1])  # of each state of the full diagram, in the layer made last
+    for i in range(len(full.edges) - 1, -1, -1):
+        beyond = valid[i + 1]
+        made: dict[tuple[Edge, ...], int] = {}
+        numbers_here = []
+        for out, count in zip(full.edges[i], valid[i], strict=True):
+            edges = tuple([(choice, numbers[following], beyond[following]) for choice, following, _ in out if beyond[following]])
+            numbers_here.append(made.setdefault(edges, len(made)) if count else -1)
+        layers.append(tuple(made))
+        numbers = numbers_here
+    return tuple(reversed(layers))
 
 
 def _flat_node(name: str, parameter: Parameter) -> _Node:
@@ -513,14 +854,6 @@ def _values_of(branch: Any) -> list[Any]:
     if isinstance(branch, Conditional):
         return [value for below in [*branch.support.values(), branch.default] for value in _values_of(below)]
     return []
-
-
-def _switches(branch: Any) -> list[_Switch]:
-    """The switches in a compiled parameter, nested ones included."""
-    if not isinstance(branch, _Switch):
-        return []
-    below = [inner for _, inner in branch.rows.values()]
-    return [branch, *(switch for inner in [*below, branch.default] for switch in _switches(inner))]
 
 
 def _as_declared(nodes: list[_Node], parents: Mapping[str, tuple[str, ...]], rules: tuple[Rule, ...]) -> list[_Node]:

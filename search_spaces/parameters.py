@@ -465,8 +465,18 @@ def _refuse_reserved(who: str, value: object) -> None:
         raise SpaceError(who, "the names INVALID and INACTIVE are kept for the two marks", repr(value), "Choose another name for the value")
     if isinstance(value, Categorical | Conditional | ConditionalDefault):
         raise SpaceError(who, "values must be plain values", repr(value), "Use a Conditional for choices that depend on others")
+    if _holds_nan(value):
+        raise SpaceError(who, "NaN is no value: it equals nothing, and JSON can't hold it", repr(value), "Use None for a value that is left open")
     if isinstance(value, Mapping) and set(value) == {"sentinel"}:
         raise SpaceError(who, "a mapping of the one key 'sentinel' is how JSON writes INVALID and INACTIVE", repr(value))
+
+
+def _holds_nan(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds_nan, value))
+    if isinstance(value, Mapping):
+        return any(map(_holds_nan, value.values()))
+    return isinstance(_numpy_scalar(value), float) and value != value  # only NaN differs from itself
 
 
 def _shown(parents: tuple[str, ...], row: tuple[Any, ...]) -> str:

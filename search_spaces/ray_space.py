@@ -1,17 +1,21 @@
 """Ray Tune's form of a space: a `param_space` for anyone's Tuner.
 
 Variables that are always active with the same choices are plain `tune.choice` (or `grid_search`) entries. The others stand one level
-deeper, under `CONDITIONAL`, in a dict that a `tune.sample_from` makes once what decides them is known; it holds the active ones only and
-may hold a next level in turn. So only valid points arise, each draw is Ray's own and honours its seed, and a grid has each point once.
+deeper, under `CONDITIONAL`, in a dict that a domain of ours makes once what decides them is known; it holds the active ones only and may
+hold a next level in turn. So only valid points arise, each draw is Ray's own and honours its seed, and a grid has each point once.
+
+The domain takes the part of `tune.sample_from`, which a Tuner replaces by a placeholder and fills in last of all: what such a function
+returns is not looked into again, so choices in it would reach the trial undrawn, and a grid in it untried.
 
 A draw here walks down the tree: small branches come up as often as large ones. `draw_points` draws points uniformly instead. Searchers
-that take no `sample_from` (OptunaSearch) are served by `autotune.search_spaces.optuna_space.OptunaSpace`.
+that take no conditions (OptunaSearch) are served by `autotune.search_spaces.optuna_space.OptunaSpace`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from autotune.search_spaces.parameters import detached
@@ -66,19 +70,49 @@ def _domain(offer: tuple[Any, ...], grid: bool) -> Any:
 
 
 def _later(level: _Level) -> Any:
-    from ray import tune
+    """A domain of Ray's that asks a level for its dict; pickled as this call, since its class is made when Ray is there."""
+    return _later_class()(level)
 
-    return tune.sample_from(level)
+
+@cache
+def _later_class() -> Any:
+    from ray.tune.search.sample import Domain
+
+    class Later(Domain):
+        def __init__(self, level: _Level) -> None:
+            self.level = level
+
+        def sample(self, config: Any = None, size: int = 1, random_state: Any = None) -> dict[str, Any]:
+            return self.level(config)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (_later, (self.level,))
+
+        @property
+        def domain_str(self) -> str:
+            return "conditional"
+
+    return Later
+
+
+def _plain(value: Any) -> bool:
+    """Whether Ray leaves a value as it is while it makes variants; it puts a placeholder where an object stands on the first level."""
+    if isinstance(value, list | tuple):
+        return all(map(_plain, value))
+    if isinstance(value, Mapping):
+        return all(map(_plain, value.values()))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _levels(space: Space) -> list[list[int]]:
-    """Group the steps: first the steady ones, then each one level below the last of the variables that decide it."""
+    """Group the steps: first the steady ones with plain values, then each one level below the last of the variables that decide it."""
     level_of_step: list[int] = []
     level_of_variable: dict[int, int] = {}
     for turn, step in enumerate(space.steps):
+        offer = space.steady_offer(turn)
         level = 0
-        if space.steady_offer(turn) is None:
-            level = 1 + max(level_of_variable[position] for position in step.looks_at)
+        if offer is None or not all(map(_plain, offer)):
+            level = 1 + max((level_of_variable[position] for position in step.looks_at), default=0)
         level_of_step.append(level)
         level_of_variable[step.position] = max(level, level_of_variable.get(step.position, 0))
     return [[turn for turn, at in enumerate(level_of_step) if at == level] for level in range(max(level_of_step, default=0) + 1)]
@@ -95,30 +129,19 @@ class _Level:
 
     def __call__(self, config: Mapping[str, Any]) -> dict[str, Any]:
         values = self._values(config if CONDITIONAL in config else config["config"])
-        made: dict[str, Any] = {}
-        for turn in self.levels[self.depth]:
-            offer = self._offer(turn, values)
-            if offer is not None:
-                made[self.space.steps[turn].name] = _domain(offer, self.grid)
+        turns = self.levels[self.depth]
+        offers = self.space.offers_at(frozenset(turns), values)
+        made = {self.space.steps[turn].name: _domain(offer, self.grid) for turn in turns if (offer := offers[turn]) is not None}
         if self.depth + 1 < len(self.levels):
             made[CONDITIONAL] = _later(_Level(self.space, self.levels, self.depth + 1, self.grid))
         return made
 
-    def _offer(self, turn: int, values: Mapping[int, int]) -> tuple[Any, ...] | None:
-        # a later step of the same name may have its value already; to this step it is none of the past
-        return self.space.offer_at(turn, {self.space.steps[past].position: choice for past, choice in values.items() if past < turn})
-
-    def _values(self, config: Mapping[str, Any]) -> dict[int, int]:
-        """Steps that were active on the levels above this one, with the index of the choice taken."""
-        values: dict[int, int] = {}
+    def _values(self, config: Mapping[str, Any]) -> dict[int, Any]:
+        """Values on the levels above this one by step; steps that share a name on one level share the value, and one of them is active."""
+        values: dict[int, Any] = {}
         level: Any = config
-        for depth, turns in enumerate(self.levels[: self.depth]):
-            taken = {}
-            for turn in turns:
-                name = self.space.steps[turn].name
-                if name in level and (depth == 0 or self._offer(turn, values) is not None):
-                    taken[turn] = self.space.choice_index(name, level[name])
-            values |= taken
+        for turns in self.levels[: self.depth]:
+            values.update((turn, level[name]) for turn in turns if (name := self.space.steps[turn].name) in level)
             level = level.get(CONDITIONAL, {})
         return values
 

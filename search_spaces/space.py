@@ -15,12 +15,12 @@ from typing import Any
 
 from autotune.digest import digest_of
 from autotune.errors import SpaceError, nearest
-from autotune.search_spaces.diagram import ABSENT, INVALID_BRANCH, Alternative, Diagram, Edge, Rule, Slot, Step, compile_diagram
+from autotune.search_spaces.diagram import ABSENT, INVALID_BRANCH, Alternative, Diagram, Edge, Rule, Slot, Step, Wish, compile_diagram
 from autotune.search_spaces.parameters import Categorical, Conditional, Parameter, detached, value_json, value_key
 
 __all__ = [
-    "INVALID_BRANCH", "Alternative", "Point", "Rule", "RuleNote", "Slot", "Space", "Step", "compile_space", "draw_points",
-    "enumerate_points", "point_key", "walk",
+    "INVALID_BRANCH", "Alternative", "Point", "Rule", "RuleNote", "Slot", "Space", "Step", "Wish", "compile_space",
+    "draw_points", "enumerate_points", "neighbours", "point_key", "walk",
 ]  # fmt: skip
 
 Point = dict[str, Any]
@@ -45,6 +45,9 @@ class Space:
     `invalid` counts the leaves refused by an INVALID branch (key "INVALID") and by each rule, in the walk that does not prune: each leaf
     is put down to what refuses it first in the order of the variables. A variable whose branch is INVALID is walked past as one that is
     inactive, so independent variables multiply every count alike.
+
+    `exact` is False where rules look at too much for all points to be counted: the space is then a subset of what was declared, all
+    counts are lower bounds, and every way to reach points (walk, rank, draw, Ray, Optuna) reaches those of the subset.
     """
 
     slots: tuple[Slot, ...]
@@ -53,7 +56,7 @@ class Space:
     diagram: Diagram
 
     def __repr__(self) -> str:
-        return f"Space({len(self.variables)} variables, {self.valid} points)"
+        return f"Space({len(self.variables)} variables, {'' if self.exact else 'at least '}{self.valid} points)"
 
     def __getstate__(self) -> dict[str, Any]:
         # keys of objects are made from their identity, so they are made anew on the other side
@@ -71,13 +74,23 @@ class Space:
 
     @property
     def valid(self) -> int:
-        """Number of points, exact."""
+        """Number of points; of those that were kept, where the space is not `exact`."""
         return self.diagram.valid
+
+    @property
+    def exact(self) -> bool:
+        """Whether all counts are exact; otherwise each says "at least"."""
+        return self.diagram.exact
 
     @property
     def invalid(self) -> Mapping[str, int]:
         """Number of leaves refused, by what refuses them first."""
         return dict(self.diagram.invalid)
+
+    @property
+    def examples(self) -> Mapping[str, Point]:
+        """For each key of `invalid` that counts something, one leaf that it refuses first, active variables only."""
+        return {name: {n: detached(v) for n, v in example.items()} for name, example in self.diagram.examples.items()}
 
     @property
     def unreachable(self) -> tuple[str, ...]:
@@ -122,19 +135,23 @@ class Space:
         """Return the place of a value among `choices(name)`, or -1 when it is none of them."""
         return self._index[name].get(value_key(value), ABSENT)
 
-    def offer_at(self, turn: int, values: Mapping[int, int]) -> tuple[Any, ...] | None:
-        """Return the choices on offer at a step, or None where its variable is inactive.
+    def offers_at(self, turns: AbstractSet[int], values: Mapping[int, Any]) -> dict[int, tuple[Any, ...] | None]:
+        """Return the choices on offer at some steps, None where the variable is inactive: for samplers with an order of their own.
 
-        `values` maps the positions in the step's `looks_at` to choice indices, as the steps before this one left them; a position that
-        is left out is inactive. This is for samplers that ask for variables in an order of their own. Values that cannot stand
-        together give None.
+        `values` maps the steps taken already to values (those of inactive ones are passed over); it must hold all that the asked ones
+        look at and may lack others. Values that cannot stand together give None.
         """
-        step, stands_for = self.steps[turn], self.diagram.stands_for
-        state = self.diagram.states[turn].get(tuple(stands_for[p][values[p]] if p in values else ABSENT for p in step.looks_at))
-        if state is None:
-            return None
-        edges = self.diagram.layers[turn][state]
-        return None if edges[0][0] == ABSENT else tuple(detached(self.diagram.choices[step.name][c]) for c, _, _ in edges)
+        offers: dict[int, tuple[Any, ...] | None] = dict.fromkeys(turns)
+        states = {0}
+        for turn in range(max(turns, default=-1) + 1):
+            step, layer = self.steps[turn], self.diagram.layers[turn]
+            if turn in turns and states:
+                edges = layer[min(states)]
+                if edges[0][0] != ABSENT:
+                    offers[turn] = tuple(detached(self.diagram.choices[step.name][c]) for c, _, _ in edges)
+            taken = self.choice_index(step.name, values[turn]) if turn in values else None
+            states = {f for state in states for c, f, _ in layer[state] if taken is None or c in (taken, ABSENT)}
+        return offers
 
     def steady_offer(self, turn: int) -> tuple[Any, ...] | None:
         """Return the choices of a step that are on offer whatever the earlier values (none: never active), or None where these decide."""
@@ -154,7 +171,7 @@ class Space:
         """Return the rank of a point. Raises `SpaceError` for a point that the space does not hold."""
         rank = self._rank(point)
         if rank is None:
-            raise SpaceError(_WHO, "only a valid point with its active variables, all of them, has a rank", repr(dict(point)))
+            raise self._refusal(point)
         return rank
 
     def contains(self, point: Mapping[str, Any]) -> bool:
@@ -180,6 +197,29 @@ class Space:
             else:
                 return None
         return rank if used == len(point) else None
+
+    def _refusal(self, point: Mapping[str, Any]) -> SpaceError:
+        """Say by name what keeps a point from being valid."""
+        for name in point:
+            self._known(name)
+        state = 0
+        active = set()
+        for step, layer in zip(self.steps, self.diagram.layers, strict=True):
+            edges = layer[state]
+            if edges[0][0] == ABSENT:
+                state = edges[0][1]
+                continue
+            active.add(step.name)
+            must = f"{step.name} must be one of {[self.diagram.choices[step.name][c] for c, _, _ in edges]!r} here"
+            if step.name not in point:
+                return SpaceError(_WHO, must, "none", "A point holds every active variable")
+            wanted = self.choice_index(step.name, point[step.name])
+            following = [f for c, f, _ in edges if c == wanted]
+            if not following:
+                return SpaceError(_WHO, must, repr(point[step.name]))
+            state = following[0]
+        extra = next(name for name in point if name not in active)
+        return SpaceError(_WHO, f"{extra} must be left out: it is inactive here", repr(point[extra]), "A point holds active variables only")
 
     def _follow(self, choose: Callable[[Step, tuple[Edge, ...]], Edge]) -> Point:
         point: Point = {}
@@ -212,8 +252,10 @@ class Space:
             **declared,
             "variables": [{"name": n, "choices": [value_json(v) for v in self.diagram.choices[n]]} for n in self.variables],
             "rules": [{"id": r.id, "names": list(r.names), "message": r.message} for r in self.rules],
+            "exact": self.exact,
             "valid": self.valid,
             "invalid": dict(self.invalid),
+            "examples": {rule: {name: value_json(value) for name, value in point.items()} for rule, point in self.diagram.examples.items()},
             "declared": self.declared,
             "distinct": self.distinct,
             "unreachable": list(self.unreachable),
@@ -232,13 +274,79 @@ def walk(space: Space, pick: Callable[[str, tuple[Any, ...]], Any]) -> Point:
             return edges[0]
         choices = tuple(detached(space.diagram.choices[step.name][c]) for c, _, _ in edges)
         picked = pick(step.name, choices)
-        wanted = space.choice_index(step.name, picked)
-        for edge in edges:
-            if edge[0] == wanted:
-                return edge
-        raise SpaceError(_WHO, f"the value picked for {step.name} must be one of {list(choices)!r}", repr(picked))
+        return _picked(space, step, edges, choices, picked)
 
     return space._follow(choose)  # noqa: SLF001 # one module
+
+
+def _first_choice(name: str, choices: tuple[Any, ...], so_far: Mapping[str, Any]) -> Any:
+    """Return the first of the choices."""
+    return choices[0]
+
+
+def neighbours(
+    space: Space, point: Mapping[str, Any], *, complete: Callable[[str, tuple[Any, ...], Mapping[str, Any]], Any] = _first_choice
+) -> list[Point]:
+    """Return the points that one decision parts from a point: for each active variable, in order, each other choice on offer there.
+
+    What comes after keeps its value where that is still on offer; where it is not, and for variables that become active,
+    `complete(name, choices, so_far)` gives one of the choices, `so_far` being the values before it. A slot that takes another pass, or is
+    skipped, is one decision, and so are the values that its new pass needs. All are valid, different, and none is the point itself.
+    Raises `SpaceError` for a point that the space does not hold.
+    """
+    space.rank(point)
+    found: list[Point] = []
+    before: Point = {}
+    state = 0
+    for turn, (step, layer) in enumerate(zip(space.steps, space.diagram.layers, strict=True)):
+        edges = layer[state]
+        if edges[0][0] == ABSENT:
+            state = edges[0][1]
+            continue
+        taken = space.choice_index(step.name, point[step.name])
+        for edge in edges:
+            if edge[0] == taken:
+                state = edge[1]
+            else:
+                found.append(_completed(space, point, turn, before, edge, complete))
+        before[step.name] = point[step.name]
+    return found
+
+
+def _completed(
+    space: Space,
+    point: Mapping[str, Any],
+    turn: int,
+    before: Mapping[str, Any],
+    edge: Edge,
+    complete: Callable[[str, tuple[Any, ...], Mapping[str, Any]], Any],
+) -> Point:
+    """The point that takes another edge at a step, and afterwards what it took before as far as that is on offer."""
+    made: Point = {name: detached(value) for name, value in before.items()}
+    made[space.steps[turn].name] = detached(space.diagram.choices[space.steps[turn].name][edge[0]])
+    state = edge[1]
+    for step, layer in zip(space.steps[turn + 1 :], space.diagram.layers[turn + 1 :], strict=True):
+        edges = layer[state]
+        if edges[0][0] == ABSENT:
+            state = edges[0][1]
+            continue
+        values = space.diagram.choices[step.name]
+        wanted = space.choice_index(step.name, point[step.name]) if step.name in point else ABSENT
+        chosen = next((e for e in edges if e[0] == wanted), None)
+        if chosen is None:
+            choices = tuple(detached(values[c]) for c, _, _ in edges)
+            chosen = edges[0] if len(edges) == 1 else _picked(space, step, edges, choices, complete(step.name, choices, made))
+        made[step.name] = detached(values[chosen[0]])
+        state = chosen[1]
+    return made
+
+
+def _picked(space: Space, step: Step, edges: tuple[Edge, ...], choices: tuple[Any, ...], value: Any) -> Edge:
+    wanted = space.choice_index(step.name, value)
+    for edge in edges:
+        if edge[0] == wanted:
+            return edge
+    raise SpaceError(_WHO, f"the value picked for {step.name} must be one of {list(choices)!r}", repr(value))
 
 
 def enumerate_points(space: Space) -> Iterator[Point]:
@@ -324,17 +432,21 @@ def _describe(branch: Any) -> Any:
     return value_json(branch)
 
 
-def compile_space(slots_or_parameters: Sequence[Slot] | Mapping[str, Parameter], *, rules: Sequence[Rule] = ()) -> Space:
+def compile_space(slots_or_parameters: Sequence[Slot] | Mapping[str, Parameter], *, rules: Sequence[Rule] = (), keep: Sequence[Wish] = ()) -> Space:
     """Compile a chain of slots, or a flat table of parameters, into a space; arguments are never changed.
 
     Variables of a chain are the slots (`slot`: name of the alternative, None when skipped) and their parameters (`slot.parameter`,
     active while the slot holds the alternative that has it). Raises `SpaceError`, by name and with the mend, for unknown parents,
-    cycles, empty and repeated choices, rows that cannot occur (see `Alternative.written`), rules on unknown variables, and a space in
-    which nothing valid remains.
+    cycles, empty and repeated choices, rows that cannot occur and rows that other conditions make INVALID throughout (see
+    `Alternative.written`), rules on unknown variables, a space in which nothing valid remains, and a chain that can hold no pass.
+
+    Time and memory are bounded: at most 40,000 calls of rules for exact counts and, where those are not enough, about as many again for a
+    subset of the space that is not `exact`. `keep` names points that must be in the subset: mappings (whole points or parts, the first
+    valid point that honours them is kept) or choosers as `walk` takes them. They change nothing in a space that is exact.
     """
     flat = isinstance(slots_or_parameters, Mapping)
     slots: tuple[Slot, ...] = () if flat else tuple(_own(slot) for slot in slots_or_parameters)  # type: ignore[arg-type] # no mapping here
     parameters: dict[str, Parameter] = dict(slots_or_parameters) if flat else {}  # type: ignore[arg-type] # a mapping here
-    diagram = compile_diagram(None if flat else slots, parameters, rules)
+    diagram = compile_diagram(None if flat else slots, parameters, rules, tuple(keep))
     notes = tuple(RuleNote(rule.id, tuple(rule.names), rule.message) for rule in rules)
     return Space(slots=slots, parameters=parameters, rules=notes, diagram=diagram)

@@ -1,13 +1,16 @@
 """Laws of search spaces: random conditional spaces, held against a brute-force walk written here for the purpose."""
 
+import json
 import pickle
 import random
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -24,14 +27,15 @@ from autotune.search_spaces import (
     compile_space,
     draw_points,
     enumerate_points,
+    neighbours,
     parameter_from_json,
     point_key,
     walk,
 )
 
 POOL = [0, 1, 2, True, False, None, "a", 1.0, [1], {"k": 2}]
-LAWS = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-FEWER = settings(LAWS, max_examples=30)
+MOST_LEAVES = 1000  # of a space that the oracle walks
+LAWS = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,17 @@ class Declared:
 # ---- the oracle ----------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Leaf:
+    """The end of a walk that doesn't prune: one value (or INACTIVE) a turn, the rows looked up, who refuses it first (None: valid)."""
+
+    turns: tuple[Any, ...]
+    point: dict[str, Any]
+    rows: frozenset[str]
+    refuser: str | None
+    holds_invalid: bool
+
+
 def oracle_branch(declared: Declared, slot: str, branch: Any, values: Mapping[str, Any], path: str, seen: set[str]) -> Any:
     if not isinstance(branch, Conditional):
         return branch
@@ -73,39 +88,92 @@ def oracle_branch(declared: Declared, slot: str, branch: Any, values: Mapping[st
     return oracle_branch(declared, slot, branch.default, values, f"{path}/default", seen)
 
 
-def oracle_rows(branch: Any) -> int:
+def oracle_rows(branch: Any, path: str) -> dict[str, Any]:
+    """The branch of every row, by the row's place."""
     if not isinstance(branch, Conditional):
-        return 0
-    return len(branch.support) + sum(oracle_rows(b) for b in [*branch.support.values(), branch.default])
+        return {}
+    rows = {}
+    for number, below in enumerate(branch.support.values()):
+        rows[f"{path}/{number}"] = below
+        rows.update(oracle_rows(below, f"{path}/{number}"))
+    return rows | oracle_rows(branch.default, f"{path}/default")
 
 
-def oracle_leaves(declared: Declared, seen: set[str]) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """Every leaf of the walk that doesn't prune, with who refuses it first (None: valid)."""
+def all_rows(declared: Declared) -> dict[str, Any]:
+    return {
+        place: row for name, _, alternative, parameter in declared.variables for place, row in oracle_rows(parameter, f"{name}:{alternative}").items()
+    }
+
+
+def oracle_leaves(declared: Declared) -> Iterator[Leaf]:
     variables, last = declared.variables, {}
     for i, (name, *_) in enumerate(variables):
         last[name] = i
 
-    def go(i: int, values: dict[str, Any], refuser: str | None) -> Iterator[tuple[dict[str, Any], str | None]]:
+    def go(i: int, turns: tuple[Any, ...], values: dict[str, Any], rows: frozenset[str], refuser: str | None, invalid: bool) -> Iterator[Leaf]:
         if i == len(variables):
-            yield dict(values), refuser
+            yield Leaf(turns, dict(values), rows, refuser, invalid)
             return
         name, slot, alternative, parameter = variables[i]
         branch: Any = INACTIVE
+        seen: set[str] = set()
         if alternative is None or values[slot] == alternative:
             branch = oracle_branch(declared, slot, parameter, values, f"{name}:{alternative}", seen)
-        options: list[tuple[dict[str, Any], str | None]]
-        if branch is INACTIVE:
-            options = [(values, refuser)]
-        elif branch is INVALID:
-            options = [(values, refuser or "INVALID")]
-        else:
-            options = [({**values, name: value}, refuser) for value in branch.values]
-        for chosen, refused in options:
+        nothing_to_choose = branch is INACTIVE or branch is INVALID
+        options = [(INACTIVE, values)] if nothing_to_choose else [(value, {**values, name: value}) for value in branch.values]
+        for value, chosen in options:
             judged = [r for r in declared.rules if max(last[n] for n in r.names) == i]
             refusing = [r.id for r in judged if not r.allows({n: chosen[n] for n in r.names if n in chosen})]
-            yield from go(i + 1, chosen, refused or (refusing[0] if refusing else None))
+            refused = refuser or ("INVALID" if branch is INVALID else None) or (refusing[0] if refusing else None)
+            yield from go(i + 1, (*turns, value), chosen, rows | seen, refused, invalid or branch is INVALID)
 
-    yield from go(0, {}, None)
+    yield from go(0, (), {}, frozenset(), None, False)
+
+
+def leaves_of(declared: Declared) -> list[Leaf]:
+    """Every leaf, in the order of the walk; sets aside what is too large for this."""
+    leaves = list(islice(oracle_leaves(declared), MOST_LEAVES + 1))
+    assume(len(leaves) <= MOST_LEAVES)
+    return leaves
+
+
+def oracle_refusal(declared: Declared, leaves: list[Leaf]) -> str | None:
+    """What a compiler must say of a space that it can't take; None for one it can."""
+    places = all_rows(declared)
+    strict = places if not declared.slots else {}
+    if strict.keys() - {row for leaf in leaves for row in leaf.rows}:
+        return "must be able to occur"
+    sound = [leaf for leaf in leaves if not leaf.holds_invalid]
+    alive = {row for leaf in sound for row in leaf.rows}
+    if sound and any(row not in alive and (branch is INACTIVE or isinstance(branch, Categorical)) for row, branch in strict.items()):
+        return "must leave a valid point"
+    points = [leaf.point for leaf in leaves if leaf.refuser is None]
+    if not points:
+        return "at least one valid point must remain"
+    if declared.slots and all(point[slot.name] is None for point in points for slot in declared.slots):
+        return "at least one slot must be able to hold a pass"
+    return None
+
+
+def oracle_neighbours(declared: Declared, valid: list[Leaf], leaf: Leaf) -> list[dict[str, Any]]:
+    """What one decision parts from a valid leaf: another value that some valid leaf has there after the same beginning, then as before."""
+    names = [name for name, *_ in declared.variables]
+    found = []
+    for turn, mine in enumerate(leaf.turns):
+        if mine is INACTIVE:
+            continue
+        alike = [other for other in valid if repr(other.turns[:turn]) == repr(leaf.turns[:turn])]
+        for value in {repr(other.turns[turn]): other.turns[turn] for other in alike}.values():
+            if repr(value) == repr(mine):
+                continue
+            left = [other for other in alike if repr(other.turns[turn]) == repr(value)]
+            for later in range(turn + 1, len(names)):
+                offered = [repr(other.turns[later]) for other in left]  # in the order of the walk, so the first is the first on offer
+                before = repr(leaf.point.get(names[later], INACTIVE))
+                chosen = before if before in offered else offered[0]
+                left = [other for other in left if repr(other.turns[later]) == chosen]
+            found.append(left[0].point)
+    return found
 
 
 # ---- random spaces -------------------------------------------------------------------------------------------------------------
@@ -136,11 +204,12 @@ def some_condition(draw: st.DrawFn, visible: Mapping[str, list[Any]], depth: int
 
 
 @st.composite
-def chains(draw: st.DrawFn, most_parameters: int = 6) -> Declared:
+def chains(draw: st.DrawFn, most_parameters: int = 8) -> Declared:
+    """One to three slots with three parameters or more in all, as long as their alternatives have room for them."""
     slots: list[Slot] = []
     variables: list[tuple[str, str, str | None, Any]] = []
     choices: dict[str, list[Any]] = {}  # union of choices of every variable so far
-    left = most_parameters
+    left = draw(st.integers(3, most_parameters))
     for s in range(draw(st.integers(1, 3))):
         name = f"s{s}"
         alternatives = []
@@ -152,7 +221,7 @@ def chains(draw: st.DrawFn, most_parameters: int = 6) -> Declared:
         for alternative in names:
             own: dict[str, list[Any]] = {}
             table: dict[str, Any] = {}
-            for p in range(min(left, draw(st.integers(0, 3)))):
+            for p in range(min(left, draw(st.integers(0, 4)))):
                 left -= 1
                 parameter = some_condition(draw, {**choices, **own}) if draw(st.booleans()) else Categorical(some_values(draw))
                 table[f"p{p}"] = parameter
@@ -167,10 +236,10 @@ def chains(draw: st.DrawFn, most_parameters: int = 6) -> Declared:
 
 @st.composite
 def tables(draw: st.DrawFn) -> Declared:
-    """Parameters without slots, three to six of them, parents first."""
+    """Parameters without slots, three to eight of them, parents first."""
     variables: list[tuple[str, str, str | None, Any]] = []
     choices: dict[str, list[Any]] = {}
-    for p in range(draw(st.integers(3, 6))):
+    for p in range(draw(st.integers(3, 8))):
         parameter = some_condition(draw, choices) if p and draw(st.booleans()) else Categorical(some_values(draw))
         variables.append((f"v{p}", "", None, parameter))
         choices[f"v{p}"] = oracle_values(parameter) or [0]
@@ -194,10 +263,14 @@ def oracle_values(branch: Any) -> list[Any]:
     return []
 
 
+def what(declared: Declared) -> Any:
+    return declared.slots or {name: parameter for name, _, _, parameter in declared.variables}
+
+
 def compiled(declared: Declared, *, at_most: int) -> Space:
-    """Compile, setting aside spaces in which nothing is valid and those too large for the oracle."""
+    """Compile, setting aside spaces that are refused and those too large."""
     try:
-        space = compile_space(declared.slots, rules=declared.rules)
+        space = compile_space(what(declared), rules=declared.rules)
     except SpaceError:
         assume(False)
         raise
@@ -212,75 +285,68 @@ def keys(points: Any) -> list[str]:
 # ---- the laws ------------------------------------------------------------------------------------------------------------------
 
 
-@given(chains())
+@given(chains() | tables())
 @LAWS
-def test_points_counts_and_unreachable_rows_are_those_of_the_brute_force_walk(declared: Declared) -> None:
-    seen: set[str] = set()
-    leaves = list(islice(oracle_leaves(declared, seen), 3001))
-    assume(len(leaves) <= 3000)
-    points = [point for point, refuser in leaves if refuser is None]
-    refused = {name: sum(r == name for _, r in leaves) for name in ["INVALID", *(rule.id for rule in declared.rules)]}
-    if not points:
-        with pytest.raises(SpaceError, match="at least one valid point must remain"):
-            compile_space(declared.slots, rules=declared.rules)
+def test_points_counts_examples_and_refusals_are_those_of_the_brute_force_walk(declared: Declared) -> None:
+    leaves = leaves_of(declared)
+    points = [leaf.point for leaf in leaves if leaf.refuser is None]
+    refused = {name: [leaf.point for leaf in leaves if leaf.refuser == name] for name in ["INVALID", *(rule.id for rule in declared.rules)]}
+    refusal = oracle_refusal(declared, leaves)
+    if refusal is not None:
+        with pytest.raises(SpaceError, match=refusal):
+            compile_space(what(declared), rules=declared.rules)
         return
 
-    space = compile_space(declared.slots, rules=declared.rules)
+    space = compile_space(what(declared), rules=declared.rules)
 
     assert list(enumerate_points(space)) == points
     assert [list(point) for point in enumerate_points(space)] == [list(point) for point in points], "variables stand in the walk's order"
-    assert (space.valid, space.invalid, space.declared) == (len(points), refused, len(leaves))
+    assert space.exact
+    assert (space.valid, space.declared) == (len(points), len(leaves))
+    assert space.invalid == {name: len(those) for name, those in refused.items()}
     assert space.distinct == len(set(keys(points)))
-    assert len(space.unreachable) == sum(oracle_rows(parameter) for *_, parameter in declared.variables) - len(seen)
+    assert set(space.examples) == {name for name, those in refused.items() if those}
+    assert all(example in refused[name] for name, example in space.examples.items())
+    assert len(space.unreachable) == len(all_rows(declared).keys() - {row for leaf in leaves for row in leaf.rows})
 
 
 @given(tables() | chains())
 @LAWS
 def test_the_order_that_keeps_wide_diagrams_narrow_changes_no_point_and_no_count(declared: Declared) -> None:
-    what = {name: parameter for name, _, _, parameter in declared.variables} if not declared.slots else declared.slots
-    try:
-        usual = compile_space(what, rules=declared.rules)
-    except SpaceError:
-        assume(False)
-        raise
-    assume(usual.declared <= 2000)
+    usual = compiled(declared, at_most=1000)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autotune.search_spaces.diagram._MANY_STATES", 0)  # so that the other order is taken
-        narrow = compile_space(what, rules=declared.rules)
+        narrow = compile_space(what(declared), rules=declared.rules)
 
     assert sorted(keys(enumerate_points(narrow))) == sorted(keys(enumerate_points(usual)))
-    assert (narrow.valid, narrow.declared, narrow.unreachable == ()) == (usual.valid, usual.declared, usual.unreachable == ())
+    assert (narrow.valid, narrow.declared, narrow.exact) == (usual.valid, usual.declared, True)
+    assert sorted(narrow.unreachable) == sorted(usual.unreachable)
     assert set(narrow.variables) == set(usual.variables)
 
 
 @given(tables(), st.randoms(use_true_random=False))
 @LAWS
-def test_a_flat_table_in_any_order_has_the_points_of_the_brute_force_walk_and_rows_that_cannot_occur_are_refused(
-    declared: Declared, shuffler: random.Random
-) -> None:
-    seen: set[str] = set()
-    leaves = list(islice(oracle_leaves(declared, seen), 3001))
-    assume(len(leaves) <= 3000)
-    table = [(name, parameter) for name, _, _, parameter in declared.variables]
+def test_the_order_in_which_a_table_is_written_changes_no_point_and_no_refusal(declared: Declared, shuffler: random.Random) -> None:
+    leaves = leaves_of(declared)
+    refusal = oracle_refusal(declared, leaves)
+    table = list(what(declared).items())
     shuffler.shuffle(table)
-    points = [point for point, refuser in leaves if refuser is None]
-    lost_rows = sum(oracle_rows(parameter) for _, parameter in table) - len(seen)
-    if lost_rows or not points:
-        with pytest.raises(SpaceError, match="must be able to occur" if lost_rows else "at least one valid point must remain"):
+    if refusal is not None:
+        with pytest.raises(SpaceError, match=refusal):
             compile_space(dict(table), rules=declared.rules)
         return
 
     space = compile_space(dict(table), rules=declared.rules)
 
-    assert sorted(keys(enumerate_points(space))) == sorted(keys(points))
-    assert (space.valid, space.declared) == (len(points), len(leaves))
+    assert sorted(keys(enumerate_points(space))) == sorted(keys(leaf.point for leaf in leaves if leaf.refuser is None))
+    assert (space.valid, space.declared) == (sum(leaf.refuser is None for leaf in leaves), len(leaves))
 
 
-@given(chains())
+@given(chains() | tables())
 @LAWS
 def test_rank_and_unrank_undo_each_other_and_follow_the_order_of_enumeration(declared: Declared) -> None:
-    space = compiled(declared, at_most=2000)
+    space = compiled(declared, at_most=1000)
 
     points = list(enumerate_points(space))
 
@@ -288,10 +354,10 @@ def test_rank_and_unrank_undo_each_other_and_follow_the_order_of_enumeration(dec
     assert [space.unrank(rank) for rank in range(space.valid)] == points
 
 
-@given(chains(), st.integers(0, 2**32))
+@given(chains() | tables(), st.integers(0, 2**32))
 @LAWS
 def test_a_draw_covers_the_space_exactly_once_and_honours_its_seed_and_exclusions(declared: Declared, seed: int) -> None:
-    space = compiled(declared, at_most=500)
+    space = compiled(declared, at_most=300)
     every = set(keys(enumerate_points(space)))
 
     drawn = draw_points(space, space.valid + 5, seed=seed)
@@ -305,23 +371,58 @@ def test_a_draw_covers_the_space_exactly_once_and_honours_its_seed_and_exclusion
     assert len(rest) == space.valid - len(some)
 
 
+@given(chains() | tables(), st.integers(0, 2**32))
+@LAWS
+def test_neighbours_are_those_of_the_brute_force_walk_and_differ_by_one_decision(declared: Declared, seed: int) -> None:
+    leaves = leaves_of(declared)
+    assume(oracle_refusal(declared, leaves) is None)
+    valid = [leaf for leaf in leaves if leaf.refuser is None]
+    space = compile_space(what(declared), rules=declared.rules)
+
+    for leaf in random.Random(seed).sample(valid, min(3, len(valid))):
+        found = neighbours(space, leaf.point)
+
+        assert found == oracle_neighbours(declared, valid, leaf)
+        assert len({point_key(leaf.point), *keys(found)}) == len(found) + 1, "all differ, and none is the point itself"
+        assert all(space.contains(point) for point in found)
+
+
 @given(chains(), st.integers(0, 2**32))
 @LAWS
+def test_a_neighbour_is_completed_by_the_given_chooser_and_only_where_nothing_can_be_kept(declared: Declared, seed: int) -> None:
+    space = compiled(declared, at_most=1000)
+    point = space.unrank(seed % space.valid)
+    asked: list[tuple[str, tuple[Any, ...]]] = []
+
+    def last(name: str, choices: tuple[Any, ...], so_far: Mapping[str, Any]) -> Any:
+        asked.append((name, choices))
+        assert name not in so_far
+        return choices[-1]
+
+    found = neighbours(space, point, complete=last)
+
+    assert len(found) == len(neighbours(space, point))
+    assert all(space.contains(p) for p in found)
+    assert all(len(choices) > 1 and repr(point.get(name, INACTIVE)) not in map(repr, choices) for name, choices in asked)
+
+
+@given(chains() | tables(), st.integers(0, 2**32))
+@LAWS
 def test_a_walk_with_any_chooser_ends_in_a_valid_point(declared: Declared, seed: int) -> None:
-    space = compiled(declared, at_most=2000)
+    space = compiled(declared, at_most=1000)
     every = set(keys(enumerate_points(space)))
     generator = random.Random(seed)
 
-    walked = [walk(space, lambda name, choices: generator.choice(choices)) for _ in range(20)]
+    walked = [walk(space, lambda name, choices: generator.choice(choices)) for _ in range(10)]
 
     assert set(keys(walked)) <= every
     assert all(space.contains(point) for point in walked)
 
 
-@given(chains(), st.integers(0, 2**32))
+@given(chains() | tables(), st.integers(0, 2**32))
 @LAWS
-def test_whatever_differs_from_every_point_is_not_contained(declared: Declared, seed: int) -> None:
-    space = compiled(declared, at_most=500)
+def test_whatever_differs_from_every_point_is_not_contained_and_refused_by_name(declared: Declared, seed: int) -> None:
+    space = compiled(declared, at_most=300)
     every = set(keys(enumerate_points(space)))
     generator = random.Random(seed)
 
@@ -333,77 +434,156 @@ def test_whatever_differs_from_every_point_is_not_contained(declared: Declared, 
         else:
             changed[name] = generator.choice(POOL)
         assert space.contains(changed) == (point_key(changed) in every)
+        if not space.contains(changed):
+            with pytest.raises(SpaceError, match=r"must be one of|must be left out"):
+                neighbours(space, changed)
 
 
-@given(chains())
+@given(chains() | tables())
 @LAWS
-def test_spaces_and_parameters_survive_pickling_and_json_and_compiling_changes_nothing(declared: Declared) -> None:
+def test_spaces_and_parameters_survive_pickling_json_and_yaml_and_compiling_changes_nothing(declared: Declared) -> None:
     before = pickle.dumps(declared)
-    space = compiled(declared, at_most=500)
+    space = compiled(declared, at_most=300)
 
     again = pickle.loads(pickle.dumps(space))
 
     assert list(enumerate_points(again)) == list(enumerate_points(space))
-    assert again.to_json() == space.to_json()
+    assert json.loads(json.dumps(again.to_json())) == space.to_json()
+    assert again.examples == space.examples
     assert pickle.dumps(declared) == before
     for *_, parameter in declared.variables:
-        assert parameter_from_json(parameter.to_json()) == parameter
-        assert parameter_from_json(parameter.to_json()).to_json() == parameter.to_json()
+        written = parameter.to_json()
+        assert parameter_from_json(json.loads(json.dumps(written))) == parameter
+        assert parameter_from_json(yaml.safe_load(yaml.safe_dump(written))) == parameter
+        assert parameter_from_json(written).to_json() == written
 
 
-@given(chains(most_parameters=5))
-@FEWER
-def test_a_ray_grid_has_each_point_exactly_once(declared: Declared) -> None:
-    from ray.tune.search.variant_generator import generate_variants
+@given(chains() | tables(), st.integers(0, 2**32))
+@LAWS
+def test_where_counting_is_too_dear_every_point_that_is_left_is_valid_and_no_count_too_high(declared: Declared, seed: int) -> None:
+    leaves = leaves_of(declared)
+    assume(oracle_refusal(declared, leaves) is None)
+    points = [leaf.point for leaf in leaves if leaf.refuser is None]
+    wanted = random.Random(seed).choice(points)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for limit, value in {"_MANY_STATES": 0, "_MOST_EDGES": 0, "_SUBSET_STATES": 2}.items():
+            patch.setattr(f"autotune.search_spaces.diagram.{limit}", value)
+        space = compile_space(what(declared), rules=declared.rules, keep=[wanted])
+
+    assert not space.exact
+    assert set(keys(enumerate_points(space))) <= set(keys(points))
+    assert space.contains(wanted)
+    assert space.valid == len(list(enumerate_points(space)))
+    assert [space.unrank(space.rank(point)) for point in enumerate_points(space)] == list(enumerate_points(space))
+    assert all(count <= sum(leaf.refuser is not None for leaf in leaves) for count in space.invalid.values())
+    assert sum(space.invalid.values()) <= sum(leaf.refuser is not None for leaf in leaves)
+    for name, example in space.examples.items():
+        # who refuses first depends on the order, and this order is another one; that it is refused doesn't
+        assert any(repr(sorted(leaf.point.items())) == repr(sorted(example.items())) and leaf.refuser for leaf in leaves), (name, example)
+
+
+# ---- one truth: every way to reach points reaches the same ones ------------------------------------------------------------------
+
+
+def grid_of_ray(space: Space) -> list[dict[str, Any]]:
+    """The points of a real variant generator over the grid, prepared and used as a Tuner does."""
+    from ray import tune
+    from ray.tune.impl.placeholder import create_resolvers_map, inject_placeholders
+    from ray.tune.search.basic_variant import BasicVariantGenerator
 
     from autotune.search_spaces.ray_space import point_from_ray, to_ray_tune
 
-    space = compiled(declared, at_most=100)
+    tune.register_trainable("law_of_spaces", nothing)
+    searcher = BasicVariantGenerator()
+    config = inject_placeholders(to_ray_tune(space, grid=True), create_resolvers_map())
+    searcher.add_configurations({"law": {"run": "law_of_spaces", "config": config, "num_samples": 1}})
+    found = []
+    while (trial := searcher.next_trial()) is not None:
+        found.append(point_from_ray(trial.config, space))
+    return found
 
-    configs = [spec["config"] for _, spec in generate_variants({"config": to_ray_tune(space, grid=True)})]
 
-    points = [point_from_ray(config, space) for config in configs]
-    assert sorted(keys(points)) == sorted(keys(enumerate_points(space)))
-    assert [list(p) for p in points] == [list(space.unrank(space.rank(p))) for p in points], "variables stand in the space's order"
+def nothing(config: dict[str, Any]) -> None: ...
 
 
-@given(chains(most_parameters=5), st.integers(0, 2**31))
-@FEWER
-def test_ray_draws_only_valid_points_and_honours_its_seed(declared: Declared, seed: int) -> None:
+def draws_of_ray(space: Space, seed: int) -> list[dict[str, Any]]:
     import numpy as np
+    from ray.tune.impl.placeholder import create_resolvers_map, inject_placeholders
     from ray.tune.search.variant_generator import generate_variants
 
     from autotune.search_spaces.ray_space import point_from_ray, to_ray_tune
 
-    space = compiled(declared, at_most=2000)
-    param_space = {"config": to_ray_tune(space)}
-
-    def draws() -> list[dict[str, Any]]:
-        state = np.random.RandomState(seed)
-        return [point_from_ray(spec["config"], space) for _ in range(8) for _, spec in generate_variants(param_space, random_state=state)]
-
-    first, second = draws(), draws()
-    assert first == second
-    assert all(space.contains(point) for point in first)
+    state = np.random.RandomState(seed)
+    param_space = {"config": inject_placeholders(to_ray_tune(space), create_resolvers_map())}
+    return [point_from_ray(spec["config"], space) for _ in range(5) for _, spec in generate_variants(param_space, random_state=state)]
 
 
-@given(chains(most_parameters=5))
-@FEWER
-def test_optuna_reaches_each_point_exactly_once_by_brute_force_and_records_what_we_would(declared: Declared) -> None:
+def points_of_optuna(space: Space, sampler: Any, trials: int) -> list[dict[str, Any]]:
     import optuna
 
     from autotune.search_spaces.optuna_space import point_to_params, suggest_point
 
-    space = compiled(declared, at_most=60)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    study = optuna.create_study(sampler=optuna.samplers.BruteForceSampler(seed=0))
-    points = []
+    study = optuna.create_study(sampler=sampler)
+    found = []
 
     def objective(trial: optuna.Trial) -> float:
-        points.append(suggest_point(trial, space))
-        assert point_to_params(space, points[-1]) == (trial.params, trial.distributions)
+        found.append(suggest_point(trial, space))
+        assert point_to_params(space, found[-1]) == (trial.params, trial.distributions)
         return 0.0
 
-    study.optimize(objective, n_trials=space.valid + 5)  # stops by itself when nothing new is left
+    study.optimize(objective, n_trials=trials)  # brute force stops by itself when nothing new is left
+    return found
 
-    assert sorted(keys(points)) == sorted(keys(enumerate_points(space)))
+
+@given(chains() | tables(), st.integers(0, 2**31))
+@LAWS
+def test_all_ways_to_reach_points_reach_the_same_ones(declared: Declared, seed: int) -> None:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    space = compiled(declared, at_most=10**9)
+    assume(space.valid <= 20)
+    every = sorted(keys(enumerate_points(space)))
+    assert len(set(every)) == space.valid
+
+    grid = grid_of_ray(space)
+
+    assert sorted(keys(grid)) == every
+    assert [list(p) for p in grid] == [list(space.unrank(space.rank(p))) for p in grid], "variables stand in the space's order"
+    assert sorted(keys(draw_points(space, space.valid, seed=seed))) == every
+    assert sorted(keys(points_of_optuna(space, optuna.samplers.BruteForceSampler(seed=seed), space.valid + 5))) == every
+
+
+@given(chains() | tables(), st.integers(0, 2**31))
+@LAWS
+def test_samplers_of_ray_and_optuna_draw_only_valid_points_and_honour_their_seed(declared: Declared, seed: int) -> None:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    space = compiled(declared, at_most=10**9)
+
+    first, second = draws_of_ray(space, seed), draws_of_ray(space, seed)
+    suggested = points_of_optuna(space, optuna.samplers.RandomSampler(seed=seed), 5)
+
+    assert keys(first) == keys(second)
+    assert all(space.contains(point) for point in [*first, *suggested])
+    assert keys(suggested) == keys(points_of_optuna(space, optuna.samplers.RandomSampler(seed=seed), 5))
+
+
+@given(chains() | tables(), st.integers(0, 2**31))
+@LAWS
+def test_all_ways_reach_the_same_points_of_a_subset_too(declared: Declared, seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for limit, value in {"_MANY_STATES": 0, "_MOST_EDGES": 0, "_SUBSET_STATES": 2}.items():
+            patch.setattr(f"autotune.search_spaces.diagram.{limit}", value)
+        space = compiled(declared, at_most=10**9)
+    assume(space.valid <= 60)
+    every = sorted(keys(enumerate_points(space)))
+
+    grid, drawn = grid_of_ray(space), draws_of_ray(space, seed)
+
+    assert not space.exact
+    assert sorted(keys(grid)) == sorted(keys(draw_points(space, space.valid, seed=seed))) == every
+    assert set(keys(drawn)) <= set(every)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from autotune.errors import SpaceError
 from autotune.search_spaces import (
@@ -128,6 +129,32 @@ def test_true_and_one_and_one_point_zero_are_three_choices() -> None:
         ),
         (lambda: Conditional(("a", "a"), {(1, 1): INACTIVE}), "Conditional: each parent must be named once; got ('a', 'a')."),
         (lambda: Conditional((), {}), "Conditional: parents must be a name or a tuple of names; got ()."),
+        (lambda: Conditional("a", 3), "Conditional: support must map values of a to branches; got 3."),
+        (
+            lambda: Conditional("a", {1: "INVALID"}),
+            "Conditional: the branch for a=1 must be a Categorical, a Conditional, INVALID or INACTIVE; got 'INVALID'. "
+            "Write INVALID without quotes (import it from autotune.search_spaces).",
+        ),
+        (
+            lambda: Conditional("a", {INVALID: INACTIVE}),
+            "Conditional: a row of support must name values that a parent can have; got INVALID. Use INACTIVE for an inactive parent.",
+        ),
+        (
+            lambda: Categorical([1.0, [float("nan")]]),
+            "Categorical: NaN is no value: it equals nothing, and JSON can't hold it; got [nan]. Use None for a value that is left open.",
+        ),
+        (
+            lambda: Conditional("a", {np.float32("nan"): INACTIVE}),
+            "Conditional: NaN is no value: it equals nothing, and JSON can't hold it; got np.float32(nan). Use None for a value that is left open.",
+        ),
+        (
+            lambda: Categorical([{"sentinel": "INACTIVE"}]),
+            "Categorical: a mapping of the one key 'sentinel' is how JSON writes INVALID and INACTIVE; got {'sentinel': 'INACTIVE'}.",
+        ),
+        (
+            lambda: Categorical(["INACTIVE"]),
+            "Categorical: the names INVALID and INACTIVE are kept for the two marks; got 'INACTIVE'. Choose another name for the value.",
+        ),
         (
             lambda: ConditionalDefault("a", {1: Categorical([2])}),
             "ConditionalDefault: its values must be plain values; got Categorical([2]). Use a Conditional for choices.",
@@ -177,6 +204,24 @@ def test_a_parents_value_may_be_a_list() -> None:
     assert parameter.branch({"op_types": ["Conv"]}) is INACTIVE
 
 
+def test_a_parameter_written_in_yaml_may_map_one_parents_values_of_any_plain_type() -> None:
+    text = """
+    type: Conditional
+    parents: a
+    support:
+      true: {type: Categorical, values: [1]}
+      1: {type: Categorical, values: [1.0, 1]}
+      1.5: INVALID
+      null: INACTIVE
+    """
+
+    parameter = parameter_from_json(yaml.safe_load(text.replace("1:", "'1':", 1)))
+
+    assert parameter == Conditional(
+        "a", [((True,), Categorical([1])), (("1",), Categorical([1.0, 1])), ((1.5,), INVALID), ((None,), INACTIVE)], INVALID
+    )
+
+
 def test_a_conditional_default_chooses_and_becomes_a_parameter_of_single_choices() -> None:
     default = ConditionalDefault(parents="param2", support={(1,): 2, (2,): INACTIVE}, default=4)
 
@@ -189,6 +234,37 @@ def test_a_conditional_default_chooses_and_becomes_a_parameter_of_single_choices
 
 ROUND = [
     Categorical([True, 1, 1.0, None, "x", [1, [2]], {"a": [None]}]),
+    Categorical(
+        [
+            10**40,
+            -(2**63),
+            1e300,
+            1e-07,
+            -0.0,
+            0,
+            "1",
+            "true",
+            "null",
+            "~",
+            "1e3",
+            "é\n",
+            "",
+            [],
+            {},
+            [[], [{}]],
+            {"type": "Categorical", "values": []},
+        ]
+    ),
+    Conditional(
+        "a",
+        [
+            ((10**40,), INVALID),
+            (((1, (2, None)),), INACTIVE),
+            (({"k": [1.0]},), Categorical([1])),
+            ((False,), Categorical([2])),
+            ((0,), INVALID),
+        ],
+    ),
     Boolean(),
     Conditional(
         ("a", "b"),
@@ -200,11 +276,12 @@ ROUND = [
 
 
 @pytest.mark.parametrize("parameter", ROUND, ids=lambda p: type(p).__name__)
-def test_json_and_pickle_give_back_the_same_parameter(parameter: Any) -> None:
+def test_json_yaml_and_pickle_give_back_the_same_parameter(parameter: Any) -> None:
     text = json.dumps(parameter.to_json())
 
     assert parameter_from_json(json.loads(text)) == parameter
     assert json.dumps(parameter_from_json(json.loads(text)).to_json()) == text
+    assert parameter_from_json(yaml.safe_load(yaml.safe_dump(parameter.to_json()))) == parameter
     assert pickle.loads(pickle.dumps(parameter)) == parameter
     assert copy.deepcopy(parameter) == parameter
 

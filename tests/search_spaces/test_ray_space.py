@@ -2,17 +2,22 @@
 
 import copy
 import pickle
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optuna
 import pytest
+import ray
 from ray import tune
+from ray.tune.impl.placeholder import create_resolvers_map, inject_placeholders
 from ray.tune.search.basic_variant import BasicVariantGenerator
 from ray.tune.search.optuna import OptunaSearch
 from ray.tune.search.variant_generator import generate_variants
 
 from autotune.search_spaces import INACTIVE, Alternative, Categorical, Conditional, Rule, Slot, Space, compile_space, enumerate_points, point_key
-from autotune.search_spaces.optuna_space import OptunaSpace
+from autotune.search_spaces.optuna_space import OptunaSpace, suggest_point
 from autotune.search_spaces.ray_space import CONDITIONAL, point_from_ray, to_ray_tune
 
 
@@ -123,10 +128,22 @@ def test_a_shared_name_resolved_early_does_not_disturb_steps_before_it() -> None
 
 
 def test_the_param_space_can_be_copied_and_pickled_as_ray_does(space: Space) -> None:
-    level = to_ray_tune(space)[CONDITIONAL].func
+    param_space = to_ray_tune(space)
 
-    assert copy.deepcopy(level) is level
-    assert pickle.loads(pickle.dumps(level)).space.valid == space.valid
+    again = pickle.loads(pickle.dumps(copy.deepcopy(param_space)))
+
+    points = [point_from_ray(spec["config"], space) for _, spec in generate_variants({"config": again}, random_state=np.random.RandomState(0))]
+    assert all(space.contains(point) for point in points)
+    assert again[CONDITIONAL].level.space.valid == space.valid
+
+
+def test_objects_are_kept_from_where_a_tuner_would_put_placeholders() -> None:
+    space = compile_space({"f": Categorical([len, max]), "g": Conditional("f", {len: Categorical([1, 2])}, INACTIVE), "h": Categorical([1])})
+
+    param_space = inject_placeholders(to_ray_tune(space, grid=True), create_resolvers_map())
+
+    points = [point_from_ray(spec["config"], space) for _, spec in generate_variants({"config": param_space})]
+    assert keys(points) == keys(enumerate_points(space))
 
 
 def test_optuna_search_of_ray_suggests_points_of_the_space(space: Space) -> None:
@@ -138,3 +155,57 @@ def test_optuna_search_of_ray_suggests_points_of_the_space(space: Space) -> None
         assert config is not None
         assert space.contains(point_from_ray(config, space))
         assert point_from_ray(config) == point_from_ray(config, space)
+
+
+@pytest.fixture(scope="module")
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Ray on this machine alone; gives back a folder for what Tuners write."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AIR_NEW_OUTPUT", "0")
+        patch.setenv("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        yield tmp_path_factory.mktemp("tuners")
+        ray.shutdown()
+
+
+def users_trainable() -> Any:
+    """The trainable of somebody who knows Ray and nothing of us; made here, since Ray's workers can't import this module."""
+
+    def score(config: dict[str, Any]) -> dict[str, float]:
+        return {"loss": float(len(config))}
+
+    return score
+
+
+def test_a_tuner_of_the_users_own_tries_each_point_of_a_conditional_chain_once(space: Space, local_ray: Path) -> None:
+    tuner = tune.Tuner(
+        users_trainable(),
+        param_space=to_ray_tune(space, grid=True),
+        tune_config=tune.TuneConfig(search_alg=BasicVariantGenerator(max_concurrent=2), metric="loss", mode="min", reuse_actors=True),
+        run_config=tune.RunConfig(storage_path=str(local_ray), name="grid", verbose=0),
+    )
+
+    results = tuner.fit()
+
+    assert results.num_errors == 0
+    assert keys(point_from_ray(result.config, space) for result in results) == keys(enumerate_points(space))
+
+
+def test_optuna_search_of_ray_tries_points_of_the_space_in_a_tuner_of_the_users_own(space: Space, local_ray: Path) -> None:
+    seen = []
+    for name in ("one", "other"):
+        search = OptunaSearch(space=OptunaSpace(space), metric="loss", mode="min", sampler=optuna.samplers.RandomSampler(seed=5))
+        tuner = tune.Tuner(
+            users_trainable(),
+            tune_config=tune.TuneConfig(search_alg=search, num_samples=6, max_concurrent_trials=1, reuse_actors=True),
+            run_config=tune.RunConfig(storage_path=str(local_ray), name=name, verbose=0),
+        )
+
+        results = tuner.fit()
+
+        assert results.num_errors == 0
+        seen.append([point_from_ray(result.config, space) for result in results])
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=5))
+    assert keys(seen[0]) == keys(seen[1]) == keys(suggest_point(study.ask(), space) for _ in range(6))
+    assert all(space.contains(point) for point in seen[0])
