@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 import shutil
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -243,7 +245,7 @@ def handler_from_json(data: Mapping[str, Any]) -> ModelHandler:
 
 
 def load_script(script: Path, *, who: str) -> ModuleType:
-    """Run a user's Python file once in this process and return its module. Raises `ConfigError` when there is no such file."""
+    """Run a user's Python file once in this process and return its module. Raises `ConfigError` when there is none, or when it raises."""
     if not script.is_file():
         raise ConfigError(who, "the script must exist", str(script), "Paths are relative to the sweep file.")
     module_name = f"_autotune_user_{script.stem}_{hashlib.sha256(str(script.resolve()).encode()).hexdigest()[:8]}"
@@ -257,9 +259,14 @@ def load_script(script: Path, *, who: str) -> ModuleType:
         sys.path.insert(0, str(script.parent))  # a script may import its neighbours
         try:
             spec.loader.exec_module(module)
-        except BaseException:
+        except KeyboardInterrupt:
             del sys.modules[module_name]
             raise
+        except BaseException as error:  # whatever a user's file raises, or sys.exit, is his to mend
+            del sys.modules[module_name]
+            line = next((f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(script)), None)
+            place = f"{script.name}:{error.lineno if isinstance(error, SyntaxError) else line}"
+            raise ConfigError(who, "the script must run when it is imported", f"{type(error).__name__}: {error} ({place})") from error
         finally:
             sys.path.remove(str(script.parent))
     return module
@@ -315,11 +322,26 @@ def _tensor_spec(value: onnx.ValueInfoProto) -> TensorSpec:
 LARGE_BYTES = 1_500_000_000  # one protobuf message ends at 2 GiB
 
 
+def message_bytes(proto: onnx.ModelProto) -> int:
+    """About how many bytes a model's tensors take in one message: protobuf's own count fails beyond 2 GiB, after long work."""
+    from onnx import TensorProto, helper
+
+    total = 0
+    for tensor in _all_tensors(proto):
+        if tensor.data_location == TensorProto.EXTERNAL and not tensor.HasField("raw_data"):
+            continue
+        if tensor.data_type in (TensorProto.UNDEFINED, TensorProto.STRING):
+            total += tensor.ByteSize()
+        else:
+            total += math.prod(tensor.dims) * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    return total
+
+
 def save_onnx(proto: onnx.ModelProto, path: Path) -> None:
     """Write a model as one file, or with one data file beside it when it is too large for a protobuf message."""
     import onnx
 
-    if proto.ByteSize() < LARGE_BYTES:
+    if message_bytes(proto) < LARGE_BYTES:
         onnx.save(proto, str(path))
     else:
         onnx.save(proto, str(path), save_as_external_data=True, location=f"{path.name}.data", size_threshold=1024)

@@ -10,12 +10,12 @@ import inspect
 import itertools
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeGuard, Union, get_args, get_origin
 
-from autotune.errors import PassConfigError, PassError, nearest
+from autotune.errors import PassConfigError, PassError, SpaceError, nearest
 from autotune.model import ONNX, PYTORCH, ModelHandler, load_object
 from autotune.search_spaces.parameters import (
     INACTIVE,
@@ -31,7 +31,7 @@ from autotune.search_spaces.parameters import (
 from autotune.target import AcceleratorSpec
 
 __all__ = [
-    "ONNX", "PYTORCH", "SEARCH", "AcceleratorSpec", "ParamCategory", "Pass", "PassConfigParam", "PassContract",
+    "ONNX", "PYTORCH", "SEARCH", "AcceleratorSpec", "ConfigView", "ModelTraits", "ParamCategory", "Pass", "PassConfigParam", "PassContract",
 ]  # fmt: skip
 
 
@@ -46,6 +46,7 @@ class _Search:
 
 
 SEARCH = _Search()
+PARAMETER_KINDS = ("Categorical", "Boolean", "Conditional", "ConditionalDefault")  # written out in a sweep file as {type: ...}
 
 
 class ParamCategory(enum.Enum):
@@ -101,6 +102,28 @@ class PassContract:
     session_only: bool = False
 
 
+@dataclass(frozen=True)
+class ModelTraits:
+    """What a pass makes of a model, as far as rules must know it before the pass runs. Empty or None: unchanged, or not known.
+
+    `format`: qdq (pairs of QuantizeLinear and DequantizeLinear), qoperator (QLinear operators), dynamic (activations quantized while the
+    model runs) or weight_only (ONNX Runtime's own operators on packed weights, such as MatMulNBits). Types are named as in
+    `autotune.capabilities`: int8, uint8, int4, float8, float16 ... `opset` is that of the ONNX model made, where the pass sets it.
+    `methods` are by name: awq, gptq, smoothquant, qat, pruning.
+    """
+
+    quantized: bool = False
+    format: str = ""
+    weight_type: str = ""
+    activation_type: str = ""
+    symmetric_weights: bool | None = None
+    symmetric_activations: bool | None = None
+    per_channel: bool | None = None
+    power_of_two: bool | None = None
+    methods: frozenset[str] = frozenset()
+    opset: int = 0
+
+
 class Pass(ABC):
     """A change to a model. Subclasses give a contract, a table and the work.
 
@@ -137,8 +160,13 @@ class Pass(ABC):
 
     @classmethod
     def needed_opset(cls, config: Mapping[str, Any]) -> int:
-        """Return the lowest opset of an ONNX input that this resolved config works on."""
+        """Return the lowest opset of an ONNX input that this resolved config works on; what its `traits` need is added by itself."""
         return cls.contract.min_opset
+
+    @classmethod
+    def traits(cls, config: Mapping[str, Any]) -> ModelTraits:
+        """Tell what this resolved config makes of a model, so that rules can judge it for the target before anything runs."""
+        return ModelTraits(quantized=cls.contract.refuses_quantized_input)
 
     @classmethod
     def default_config(cls, accelerator_spec: AcceleratorSpec) -> dict[str, PassConfigParam]:
@@ -202,7 +230,10 @@ class Pass(ABC):
             if isinstance(row.default_value, ConditionalDefault):
                 return row.default_value.as_conditional()
             return _masked(row.search_defaults, Categorical([row.default_value]), invalid_too=False)
-        parameter = cls._as_parameter(row, given)
+        try:
+            parameter = cls._as_parameter(row, given)
+        except SpaceError as error:
+            raise PassConfigError(cls.__name__, f"{name}: {error.must}", error.got, error.do) from error
         for value in _values_in(parameter):
             fault = _fault(value, row)
             if fault:
@@ -217,7 +248,7 @@ class Pass(ABC):
             return given.as_conditional()
         if isinstance(given, Categorical | Conditional):
             return given
-        if isinstance(given, Mapping) and given.get("type") in ("Categorical", "Boolean", "Conditional", "ConditionalDefault"):
+        if isinstance(given, Mapping) and "type" in given and (given["type"] in PARAMETER_KINDS or _fault(given, row)):
             parsed = parameter_from_json(given)
             return parsed.as_conditional() if isinstance(parsed, ConditionalDefault) else parsed
         if isinstance(given, list | tuple) and _fault(given, row):
@@ -255,7 +286,7 @@ class Pass(ABC):
 
     @classmethod
     def _default_for(cls, name: str, row: PassConfigParam, resolved: Mapping[str, Any]) -> Any:
-        branch = row.search_defaults.branch(resolved) if isinstance(row.search_defaults, Conditional) else None
+        branch = row.search_defaults.branch(resolved) if _hangs_on_own_rows(row.search_defaults) else None
         if branch is INACTIVE:
             return INACTIVE
         value = row.default_value.choose(resolved) if isinstance(row.default_value, ConditionalDefault) else row.default_value
@@ -268,7 +299,7 @@ class Pass(ABC):
     @classmethod
     def _refuse_contradiction(cls, name: str, value: Any, row: PassConfigParam, resolved: Mapping[str, Any]) -> None:
         """A value given where the table says INACTIVE or INVALID is a contradiction; other values than the searched ones are free."""
-        if not isinstance(row.search_defaults, Conditional):
+        if not _hangs_on_own_rows(row.search_defaults):
             return
         branch = row.search_defaults.branch(resolved)
         if branch is INACTIVE or branch is INVALID:
@@ -290,15 +321,22 @@ class Pass(ABC):
         table = cls.default_config(accelerator_spec)
         properties = {}
         for name, row in table.items():
-            value = {**_json_type(row.type_), "description": row.description}
+            value = _json_type(row.type_)
             if row.minimum is not None:
                 value["minimum"] = row.minimum
             if row.maximum is not None:
                 value["maximum"] = row.maximum
+            if not _fault(None, row):
+                value = {"anyOf": [value, {"type": "null"}]}
+            written_out = {"type": "object", "properties": {"type": {"enum": list(PARAMETER_KINDS)}}, "required": ["type"]}
+            row_schema = {
+                "description": row.description,
+                "anyOf": [value, {"type": "array", "items": value, "minItems": 1}, written_out, {"const": "SEARCH"}],
+            }
             default = row.default_value
             if default is not None and not isinstance(default, ConditionalDefault) and not callable(default):
-                value["default"] = list(default) if isinstance(default, tuple) else default
-            properties[name] = {"anyOf": [value, {"type": "array"}, {"type": "object", "required": ["type"]}, {"const": "SEARCH"}]}
+                row_schema["default"] = list(default) if isinstance(default, tuple) else default
+            properties[name] = row_schema
         required = [n for n, r in table.items() if r.required]
         return {"title": cls.__name__, "type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
@@ -342,6 +380,32 @@ class Pass(ABC):
         return load_object(path, attribute, who=type(self).__name__)
 
 
+class ConfigView(Mapping[str, Any]):
+    """A pass's resolved config, worked out key by key as it is read: so whoever gives the values sees what is looked at.
+
+    `given(name)` returns a value for a row, INACTIVE for none. The view holds what `Pass.resolve` would fill in, and checks nothing.
+    """
+
+    def __init__(self, pass_class: type[Pass], table: Mapping[str, PassConfigParam], given: Callable[[str], Any]) -> None:
+        self._pass_class, self._table, self._given = pass_class, table, given
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._table:
+            raise KeyError(name)
+        row, value = self._table[name], self._given(name)
+        if value is INACTIVE or (value is None and row.default_value is None and not row.required):
+            value = INACTIVE if row.required else self._pass_class._default_for(name, row, self)  # noqa: SLF001 # one module
+        if value is INACTIVE:
+            raise KeyError(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._table if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class _Missing:
     """Stands for a parameter that the user did not name."""
 
@@ -352,6 +416,11 @@ _MISSING = _Missing()
 def _all_parents(parameter: object) -> tuple[str, ...]:
     """Parents of a parameter or default and of the conditions nested in it, each once."""
     return parameter.all_parents if isinstance(parameter, Conditional | ConditionalDefault) else ()
+
+
+def _hangs_on_own_rows(parameter: object) -> TypeGuard[Conditional]:
+    """Whether it is a condition that a config alone decides; one on other slots of the chain is the search space's to judge."""
+    return isinstance(parameter, Conditional) and not any("." in parent for parent in parameter.all_parents)
 
 
 def _own(names: Sequence[str], table: Mapping[str, PassConfigParam]) -> tuple[str, ...]:
@@ -473,7 +542,7 @@ def _advice(value: Any, row: PassConfigParam) -> str:
     """Nearest choice for a misspelt word, else what the parameter is."""
     choices = [c for c in get_args(row.type_) if isinstance(c, str)] if _origin(row.type_) is Literal else []
     near = nearest(value, choices) if isinstance(value, str) and choices else ""
-    return near if near.startswith("Did") else row.description
+    return near if near.startswith("Did") or not row.description else f"It means: {row.description}"
 
 
 def _origin(type_: Any) -> Any:
@@ -528,7 +597,8 @@ def _json_type(type_: Any) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(get_args(type_))}
     if origin in (list, tuple) or type_ in (list, tuple):
-        return {"type": "array"}
+        inner = [t for t in get_args(type_) if t is not Ellipsis]
+        return {"type": "array", "items": _json_type(Union[tuple(inner)])} if inner else {"type": "array"}  # noqa: UP007 # a union of a list
     if origin is dict or type_ is dict:
         return {"type": "object"}
     names = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "string", type(None): "null", None: "null"}

@@ -13,34 +13,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autotune.data import Arrays, count_rows, feeds, load_arrays, plan_feeding
+from autotune.data import RANDOM, Arrays, count_rows, feeds, load_arrays, plan_feeding
 from autotune.errors import PassError
-from autotune.model import LARGE_BYTES, IoContract
+from autotune.model import LARGE_BYTES, MODEL_FILE, IoContract, save_onnx
 from autotune.passes.onnx_graph import quiet
 from autotune.session import SessionSettings, session_options
 from autotune.target import effective_cpus
 
 if TYPE_CHECKING:
+    import onnx
     import onnxruntime as ort
     from onnxruntime.quantization.calibrate import CalibraterBase, TensorsData
 
 PERCENTILE_BINS = 2048
 ENTROPY_BINS = 256  # two to one quantized bin: fewer leave the method nothing to choose, more cost seconds a tensor
 QUANTIZED_BINS = 128
+RANDOM_AXIS_SIZE = 16
 
 
 def calibration_feeds(path: Path, io: IoContract, samples: int, *, who: str) -> Callable[[], Iterator[Arrays]]:
     """Return a function that gives the feeds of one walk over the calibration rows, one example a run; call it for each walk.
 
     At most `samples` rows, spread evenly over the file, so that data sorted by class is covered. Raises `ConfigError` for data
-    that does not fit the model's inputs, `PassError` when there is nothing to take.
+    that does not fit the model's inputs, `PassError` when there is nothing to take. The path `random` asks for random rows.
     """
+    if samples < 1:
+        raise PassError(who, "calibration needs at least one sample", f"calibration_samples={samples}")
+    if str(path) == RANDOM:
+        return lambda: random_feeds(io, samples, who=who)
     arrays = load_arrays(path, who=who)
     feeding = plan_feeding(arrays, io, who=who)
     count = count_rows(arrays)
-    if samples < 1:
-        raise PassError(who, "calibration needs at least one sample", f"calibration_samples={samples}")
     rows = np.unique(np.linspace(0, count - 1, min(samples, count)).round().astype(np.int64))
 
     def walk() -> Iterator[Arrays]:
@@ -48,6 +53,26 @@ def calibration_feeds(path: Path, io: IoContract, samples: int, *, who: str) -> 
             yield feed
 
     return walk
+
+
+def random_feeds(io: IoContract, samples: int, *, who: str, seed: int = 0) -> Iterator[Arrays]:
+    """Yield feeds of random numbers, the same for the same seed: standard normal floats, whole numbers 0 or 1 (any table of tokens has these two).
+
+    First axes without a fixed size get 1, others 16. Raises `PassError` for an input whose shape or dtype is not known.
+    """
+    rng = np.random.default_rng(seed)
+    for _ in range(samples):
+        feed: Arrays = {}
+        for spec in io.inputs:
+            if spec.shape is None or spec.dtype in ("string", "bfloat16", "other"):
+                raise PassError(
+                    who, f"input {spec.name!r} must have a known shape and a numeric dtype for random calibration data", f"{spec.dtype} {spec.shape}",
+                    "Give real calibration data.",
+                )  # fmt: skip
+            shape = [d if isinstance(d, int) and d > 0 else (1 if axis == 0 else RANDOM_AXIS_SIZE) for axis, d in enumerate(spec.shape)]
+            dtype = np.dtype(spec.dtype)
+            feed[spec.name] = (rng.standard_normal(shape) if dtype.kind == "f" else rng.integers(0, 2, shape)).astype(dtype)
+        yield feed
 
 
 class _Reader:
@@ -100,17 +125,72 @@ def activation_ranges(
         return found
 
 
+MOST_ACTIVATION_BYTES = 256_000_000  # of activations that one run gives out
+
+
+def visit_activations(
+    proto: onnx.ModelProto, walk: Callable[[], Iterator[Arrays]], names: Sequence[str], visit: Callable[[str, NDArray[Any]], None]
+) -> None:
+    """Run the model over the calibration feeds and hand every float value of these names to `visit`, empty ones left out.
+
+    The values are those of the graph as it is, unoptimized. As many are taken from one run as fit into `MOST_ACTIVATION_BYTES`; the others
+    from further runs of the same feed. Raises what ONNX Runtime raises.
+    """
+    inputs = {v.name for v in proto.graph.input}
+    made = {name for node in proto.graph.node for name in node.output if name}
+    inner = [n for n in dict.fromkeys(names) if n in made]
+    with tempfile.TemporaryDirectory(prefix="autotune-activations-") as folder, quiet():
+        copied = type(proto)()
+        copied.CopyFrom(proto)
+        del copied.graph.output[:]
+        for name in inner:
+            copied.graph.output.add().name = name  # the type is inferred when it loads
+        if not inner:
+            copied.graph.output.extend(proto.graph.output)
+        path = Path(folder, MODEL_FILE)
+        save_onnx(copied, path)
+        session = _calibration_session(str(path), spinning=False)  # between two runs the visitor wants the CPUs
+        floats = [o.name for o in session.get_outputs() if o.type in ("tensor(float)", "tensor(float16)", "tensor(double)") and o.name in made]
+        parts: list[list[str]] = []
+        for feed in walk():
+            for name in names:
+                if name in inputs and feed[name].dtype.kind == "f" and feed[name].size:
+                    visit(name, feed[name])
+            sizes: dict[str, int] = {}
+            for part in parts or [floats[i : i + 8] for i in range(0, len(floats), 8)]:
+                for name, array in zip(part, session.run(part, feed), strict=True):
+                    sizes[name] = array.nbytes
+                    if array.size:
+                        visit(name, array)
+            parts = parts or _filled(sizes, MOST_ACTIVATION_BYTES)
+
+
+def _filled(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """Split the names, in order, into parts whose sizes sum up to the limit at most; a larger one has a part of its own."""
+    parts: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not parts or size > room:
+            parts.append([])
+            room = limit
+        parts[-1].append(name)
+        room -= size
+    return parts
+
+
 def _open(calibrator: CalibraterBase) -> None:
     """Build the model with its extra outputs and a session for it, on the CPUs that this process may really use."""
     calibrator.augment_graph()
     calibrator.infer_session = _calibration_session(calibrator.augmented_model_path)
 
 
-def _calibration_session(path: str) -> ort.InferenceSession:
+def _calibration_session(path: str, *, spinning: bool = True) -> ort.InferenceSession:
     import onnxruntime as ort
 
     # Unoptimized, as the ranges belong to the tensors of the graph that will be quantized.
     options = session_options(SessionSettings(graph_optimization_level="disable", intra_op_num_threads=effective_cpus()))
+    if not spinning:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from autotune.errors import PassConfigError, PassError, nearest
 from autotune.model import ONNX, PYTORCH, IoContract, ONNXModelHandler, PyTorchModelHandler, TensorSpec, save_onnx
-from autotune.passes.base import Pass, PassConfigParam, PassContract
+from autotune.passes.base import ModelTraits, Pass, PassConfigParam, PassContract
 from autotune.passes.registry import register
 from autotune.passes.torch_inputs import (
     FIRST_AXIS_SIZE,
@@ -86,6 +86,11 @@ class OnnxConversion(Pass):
                 "OnnxConversion", f"target_opset must be from {low} to {high} with exporter {config['exporter']!r}", str(config["target_opset"]),
                 "Choose another opset, or the other exporter.",
             )  # fmt: skip
+
+    @classmethod
+    def traits(cls, config: Mapping[str, Any]) -> ModelTraits:
+        """A model of the opset asked for."""
+        return ModelTraits(opset=config["target_opset"])
 
     def _run_for_config(self, model: PyTorchModelHandler, config: Mapping[str, Any], output_model_path: Path) -> ONNXModelHandler:
         import onnx

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import re
 import shutil
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.digest import files_under
-from autotune.errors import PassError
-from autotune.model import LARGE_BYTES, ONNXModelHandler, save_onnx
+from autotune.errors import PassError, nearest
+from autotune.model import LARGE_BYTES, ONNXModelHandler, message_bytes, save_onnx
 from autotune.session import SessionSettings, session_options
 
 if TYPE_CHECKING:
@@ -207,10 +208,10 @@ def load_fixed(model: ONNXModelHandler) -> onnx.ModelProto:
     return proto
 
 
-def lift_constants(proto: onnx.ModelProto) -> int:
-    """Turn Constant nodes that hold a tensor into initializers of the same name; returns how many. Shapes and types stay.
+def lift_constants(proto: onnx.ModelProto, *, least_bytes: int = 0) -> int:
+    """Turn Constant nodes that hold a tensor (of at least so many bytes) into initializers of the same name; returns how many.
 
-    Tools that look for weights look at initializers only. A constant that is a graph's output stays a node.
+    Shapes and types stay. Tools that look for weights look at initializers only. A constant that is a graph's output stays a node.
     """
     lifted = 0
     for graph in graphs_of(proto.graph):
@@ -220,7 +221,7 @@ def lift_constants(proto: onnx.ModelProto) -> int:
             if node.op_type != "Constant" or node.domain not in DEFAULT_DOMAINS or node.output[0] in outputs:
                 continue
             tensor = next((a.t for a in node.attribute if a.name == "value"), None)
-            if tensor is None:
+            if tensor is None or tensor.ByteSize() < least_bytes:
                 continue
             added = graph.initializer.add()
             added.CopyFrom(tensor)
@@ -228,6 +229,46 @@ def lift_constants(proto: onnx.ModelProto) -> int:
             del graph.node[index]
             lifted += 1
     return lifted
+
+
+ASIDE_ELEMENTS = 1024
+
+
+def weights_aside(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
+    """A copy in which large weights of the main graph are inputs, and those weights by name.
+
+    For libraries in C++ that take a model as one message: such end at 2 GiB, need the values of small weights only, and copy all.
+    """
+    from onnx import helper
+
+    large = {t.name: t for t in proto.graph.initializer if t.data_type and _elements(t) >= ASIDE_ELEMENTS}
+    copied = type(proto)()
+    for whole, part, left_out in ((proto, copied, "graph"), (proto.graph, copied.graph, "initializer")):
+        for field, value in whole.ListFields():
+            if field.name == left_out:
+                continue
+            if isinstance(value, str | int):
+                setattr(part, field.name, value)
+            else:
+                getattr(part, field.name).extend(value)
+    copied.graph.initializer.extend(t for t in proto.graph.initializer if t.name not in large)
+    copied.ir_version = max(copied.ir_version, 4)  # before, each initializer had to be an input
+    copied.graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, list(t.dims)) for t in large.values())
+    return copied, large
+
+
+def weights_back(proto: onnx.ModelProto, large: Mapping[str, onnx.TensorProto], order: Sequence[str]) -> None:
+    """Undo `weights_aside` on what a library made: weights in the given order of names, then those that it added."""
+    made = {t.name: type(t).FromString(t.SerializeToString()) for t in proto.graph.initializer}
+    inputs = [v for v in proto.graph.input if v.name not in large]
+    del proto.graph.initializer[:], proto.graph.input[:]
+    proto.graph.input.extend(inputs)
+    proto.graph.initializer.extend(large[n] if n in large else made.pop(n) for n in order if n in large or n in made)
+    proto.graph.initializer.extend(made.values())
+
+
+def _elements(tensor: onnx.TensorProto) -> int:
+    return math.prod(tensor.dims)
 
 
 def sort_nodes(graph: onnx.GraphProto) -> None:
@@ -307,7 +348,7 @@ def optimize_by_session(
         save_onnx(_copy(proto), folder / "given.onnx")
         options = session_options(SessionSettings(graph_optimization_level=level, intra_op_num_threads=1))
         options.optimized_model_filepath = str(folder / "saved.onnx")
-        if proto.ByteSize() >= LARGE_BYTES:
+        if message_bytes(proto) >= LARGE_BYTES:
             options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "saved.onnx.data")
         options.log_severity_level = 4  # "this graph is hardware specific" is said in the notes of the passes it concerns
         providers = [execution_provider] if execution_provider == "CPUExecutionProvider" else [execution_provider, "CPUExecutionProvider"]
@@ -321,7 +362,7 @@ def optimize_by_session(
 
 def _copy(proto: onnx.ModelProto) -> onnx.ModelProto:
     """A copy where saving would change the object: `onnx.save` with external data empties the tensors it moves."""
-    if proto.ByteSize() < LARGE_BYTES:
+    if message_bytes(proto) < LARGE_BYTES:
         return proto
     copied = type(proto)()
     copied.CopyFrom(proto)
@@ -332,7 +373,7 @@ def check_types(proto: onnx.ModelProto) -> None:
     """Run the ONNX checker and strict type inference; raises what they raise. Needs the model to fit into one message or on disk."""
     import onnx
 
-    if proto.ByteSize() < LARGE_BYTES:
+    if message_bytes(proto) < LARGE_BYTES:
         onnx.checker.check_model(proto)
         onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
         return
@@ -364,6 +405,30 @@ def unchanged(model: ONNXModelHandler, folder: Path, reason: str, *, notes: Mapp
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(model.folder / name, target)
     return model.written(folder, notes={**(notes or {}), "changed": False, "reason": reason})
+
+
+def matching_nodes(proto: onnx.ModelProto, patterns: Iterable[str], *, who: str, parameter: str) -> list[str]:
+    """Names of nodes, in every graph, that names or patterns mean. Raises `PassError` for one that matches nothing, with the nearest name."""
+    names = [node.name for graph in graphs_of(proto.graph) for node in graph.node]
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        matches = [name for name in names if glob_like(pattern).fullmatch(name)]
+        if not matches:
+            hint = nearest(pattern, names)
+            raise PassError(who, f"each entry of {parameter} must match a node of the model", repr(pattern), hint if hint.startswith("Did") else "")
+        found.update(dict.fromkeys(matches))
+    return list(found)
+
+
+def drop_unused_initializers(proto: onnx.ModelProto) -> None:
+    """Remove initializers that no node takes and that are no output, in every graph."""
+    used = {name for graph in graphs_of(proto.graph) for node in graph.node for name in node.input}
+    used |= {v.name for graph in graphs_of(proto.graph) for v in graph.output}
+    for graph in graphs_of(proto.graph):
+        kept = [t for t in graph.initializer if t.name in used]
+        if len(kept) < len(graph.initializer):
+            del graph.initializer[:]
+            graph.initializer.extend(kept)
 
 
 def glob_like(pattern: str) -> re.Pattern[str]:

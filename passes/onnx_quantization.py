@@ -9,15 +9,16 @@ import functools
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from autotune.data import RANDOM
 from autotune.errors import PassConfigError, PassError, nearest
-from autotune.model import LARGE_BYTES, MODEL_FILE, ONNXModelHandler, save_onnx
-from autotune.passes.base import ONNX, AcceleratorSpec, ParamCategory, Pass, PassConfigParam, PassContract
+from autotune.model import LARGE_BYTES, MODEL_FILE, ONNXModelHandler, message_bytes, save_onnx
+from autotune.passes.base import ONNX, AcceleratorSpec, ModelTraits, ParamCategory, Pass, PassConfigParam, PassContract
 from autotune.passes.calibration import activation_ranges, calibration_feeds
 from autotune.passes.onnx_graph import (
     default_opset,
@@ -139,7 +140,7 @@ class OnnxQuantization(Pass):
             ),
             "calibration_data_dir": PassConfigParam(
                 type_=str | Path, category=ParamCategory.DATA,
-                description="an .npz of calibration examples, or a folder of such files; needed in static mode",
+                description="an .npz of calibration examples, or a folder of such files; needed in static mode. random: made-up numbers",
             ),
             "calibration_samples": PassConfigParam(
                 type_=int, minimum=1, default_value=ConditionalDefault("calibrate_method", SAMPLES, default=INACTIVE),
@@ -187,9 +188,16 @@ class OnnxQuantization(Pass):
                 raise PassConfigError(cls.__name__, f"op_types_to_quantize must name operators that {kind} has", repr(part), nearest(part, known))
 
     @classmethod
-    def needed_opset(cls, config: Mapping[str, Any]) -> int:
-        """Scales per channel came with opset 13."""
-        return PER_CHANNEL_OPSET if config["per_channel"] else cls.contract.min_opset
+    def traits(cls, config: Mapping[str, Any]) -> ModelTraits:
+        """ONNX Runtime's quantizers make symmetric weights of int8 ones, asymmetric activations, and scales of any size."""
+        weights = config["weight_type"]
+        common = ModelTraits(
+            quantized=True, weight_type=weights, symmetric_weights=weights == "int8", symmetric_activations=False, power_of_two=False,
+            per_channel=config["per_channel"],
+        )  # fmt: skip
+        if config["quant_mode"] == "dynamic":
+            return replace(common, format="dynamic", activation_type="uint8")
+        return replace(common, format=config["quant_format"].lower(), activation_type=config["activation_type"])
 
     def _run_for_config(self, model: ONNXModelHandler, config: Mapping[str, Any], output_model_path: Path) -> ONNXModelHandler:
         given = load_fixed(model)
@@ -217,6 +225,8 @@ class OnnxQuantization(Pass):
 
         overrides = _scalar_scales(prepared.proto, operators, notes) if config["per_channel"] else {}
         if config["quant_mode"] == "static":
+            if str(config.get("calibration_data_dir")) == RANDOM:
+                notes["calibration"] = "random data: the activation ranges say nothing about real data"
             quantized = _quantize_static(prepared, operators, overrides, model, config)
         else:
             quantized = _quantize_dynamic(prepared, operators, config)
@@ -321,7 +331,7 @@ def _with_shapes(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
                 with quiet():
                     quant_pre_process(
                         copied, str(target), skip_optimization=True, skip_symbolic_shape=not symbolic, auto_merge=True,
-                        save_as_external_data=proto.ByteSize() >= LARGE_BYTES, all_tensors_to_one_file=True,
+                        save_as_external_data=message_bytes(proto) >= LARGE_BYTES, all_tensors_to_one_file=True,
                     )  # fmt: skip
                 return onnx.load(str(target)), problem
             except Exception as error:  # symbolic inference fails on many dynamic shapes; plain inference is second best

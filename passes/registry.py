@@ -15,10 +15,17 @@ from autotune.passes.base import Pass
 BUILT_IN = {
     "TorchPruning": "torch_pruning",
     "OnnxConversion": "onnx_conversion",
+    "OnnxOpsetUpgrade": "onnx_opset_upgrade",
+    "OnnxDynamicToFixedShape": "onnx_dynamic_to_fixed_shape",
     "OnnxModelOptimizer": "onnx_model_optimizer",
+    "OnnxPruning": "onnx_pruning",
     "OrtTransformersOptimization": "ort_transformers_optimization",
     "OnnxFloatToFloat16": "onnx_float_to_float16",
+    "OnnxMixedPrecision": "onnx_mixed_precision",
+    "SmoothQuant": "smooth_quant",
     "OnnxQuantization": "onnx_quantization",
+    "OnnxBlockwiseQuantization": "onnx_blockwise_quantization",
+    "OnnxExternalData": "onnx_external_data",
     "OrtPerfTuning": "ort_perf_tuning",
 }
 ALIASES = {"OrtSessionParamsTuning": "OrtPerfTuning"}

@@ -16,7 +16,7 @@ import numpy as np
 from autotune.data import LABELS, Arrays, load_arrays, plan_feeding
 from autotune.errors import AutotuneError, PassError, nearest
 from autotune.model import PYTORCH, PyTorchModelHandler
-from autotune.passes.base import ParamCategory, Pass, PassConfigParam, PassContract
+from autotune.passes.base import ModelTraits, ParamCategory, Pass, PassConfigParam, PassContract
 from autotune.passes.registry import register
 from autotune.passes.torch_inputs import call, example_inputs, first_lines, flat_outputs, quiet, symbolic_axes, usual_sizes
 from autotune.search_spaces.parameters import Categorical
@@ -87,6 +87,11 @@ class TorchPruning(Pass):
     def needed_data(cls, config: Mapping[str, Any]) -> frozenset[str]:
         """Training takes training data."""
         return frozenset({"train"}) if config["fine_tune_epochs"] > 0 else frozenset()
+
+    @classmethod
+    def traits(cls, config: Mapping[str, Any]) -> ModelTraits:
+        """Pruning, unless every channel is kept."""
+        return ModelTraits(methods=frozenset({"pruning"}) if config["keep_ratio"] < 1.0 else frozenset())
 
     def _run_for_config(self, model: PyTorchModelHandler, config: Mapping[str, Any], output_model_path: Path) -> PyTorchModelHandler:
         import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 from autotune.model import IoContract, ONNXModelHandler, PyTorchModelHandler, TensorSpec
 from autotune.passes.base import ONNX, Pass
 from autotune.passes.conformance import Sample
+
+VALUES = {"OnnxDynamicToFixedShape": {"dim_param": {"batch": 4}}}  # of parameters without a default
 
 SCRIPT = """
 import torch
@@ -84,6 +87,7 @@ def sample_for(samples: dict[str, Sample]):
     """Return the sample that a pass accepts."""
 
     def choose(pass_class: type[Pass]) -> Sample:
-        return samples["onnx" if pass_class.contract.accepts == ONNX else "pytorch"]
+        sample = samples["onnx" if pass_class.contract.accepts == ONNX else "pytorch"]
+        return replace(sample, values=VALUES.get(pass_class.__name__, {}))
 
     return choose

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 from autotune.errors import PassConfigError, PassError
 from autotune.model import ONNXModelHandler
-from autotune.passes.base import SEARCH, ParamCategory, Pass, PassConfigParam, PassContract
+from autotune.passes.base import SEARCH, ConfigView, ModelTraits, ParamCategory, Pass, PassConfigParam, PassContract
 from autotune.search_spaces.parameters import INACTIVE, INVALID, Boolean, Categorical, Conditional, ConditionalDefault
 from autotune.search_spaces.space import compile_space, enumerate_points
 from autotune.target import AcceleratorSpec
@@ -120,12 +120,12 @@ def test_a_row_that_names_an_inactive_parent_survives_that_parent() -> None:
     ("given", "message"),
     [
         ({"mode": "fncy"}, "Mode: mode must be one of 'plain', 'fancy'; got 'fncy'. Did you mean 'fancy'?"),
-        ({"share": 0.05}, "Mode: share must be float, at least 0.1 and at most 1; got 0.05. a share."),
-        ({"share": float("nan")}, "Mode: share must be float, at least 0.1 and at most 1; got nan. a share."),
-        ({"share": True}, "Mode: share must be float; got True. a share."),
+        ({"share": 0.05}, "Mode: share must be float, at least 0.1 and at most 1; got 0.05. It means: a share."),
+        ({"share": float("nan")}, "Mode: share must be float, at least 0.1 and at most 1; got nan. It means: a share."),
+        ({"share": True}, "Mode: share must be float; got True. It means: a share."),
         ({"even": 3}, "Mode: even must be even; got 3."),
         ({"even": None}, "Mode: even must be int; got None."),
-        ({"names": ["a", 1]}, "Mode: names must be list[str] or None; got ['a', 1]. names."),
+        ({"names": ["a", 1]}, "Mode: names must be list[str] or None; got ['a', 1]. It means: names."),
         ({"shar": 0.5}, "Mode: parameters must be those of its table; got 'shar'. Did you mean 'share'?"),
     ],
 )
@@ -271,8 +271,11 @@ def test_the_json_schema_has_types_bounds_and_choices() -> None:
 
     assert schema["additionalProperties"] is False
     assert schema["properties"]["mode"]["anyOf"][0]["enum"] == ["plain", "fancy"]
-    assert schema["properties"]["share"]["anyOf"][0] == {"type": "number", "description": "a share", "minimum": 0.1, "maximum": 1.0, "default": 0.5}
-    assert schema["properties"]["names"]["anyOf"][0]["anyOf"] == [{"type": "array"}, {"type": "null"}]
+    share = schema["properties"]["share"]
+    assert (share["description"], share["default"]) == ("a share", 0.5)
+    assert share["anyOf"][0] == {"type": "number", "minimum": 0.1, "maximum": 1.0}
+    assert share["anyOf"][1] == {"type": "array", "items": share["anyOf"][0], "minItems": 1}
+    assert {"type": "null"} in schema["properties"]["names"]["anyOf"][0]["anyOf"]
 
 
 def test_invalid_parts_of_a_table_stay_invalid_whoever_gives_the_values() -> None:
@@ -287,3 +290,30 @@ def test_invalid_parts_of_a_table_stay_invalid_whoever_gives_the_values() -> Non
     assert space["extra"] == Conditional("mode", {"plain": Categorical([7, 8])}, default=INVALID)
     with pytest.raises(PassConfigError, match="extra is not allowed with mode='fancy'"):
         Forbids(CPU, {"mode": "fancy", "extra": 7})
+
+
+def test_a_view_of_a_config_holds_what_resolving_would_give() -> None:
+    for given in ({}, {"mode": "fancy"}, {"mode": "plain"}):
+        view = ConfigView(Mode, Mode.default_config(CPU), lambda name, given=given: given.get(name, INACTIVE))  # type: ignore[misc] # bound here
+
+        assert dict(view) == Mode.resolve(CPU, given)
+        assert "no such row" not in view
+
+
+def test_a_view_reads_only_what_it_is_asked_for() -> None:
+    read: list[str] = []
+
+    def given(name: str) -> object:
+        read.append(name)
+        return INACTIVE
+
+    assert ConfigView(Mode, Mode.default_config(CPU), given)["mode"] == Mode.resolve(CPU, {})["mode"]
+    assert read == ["mode"]
+
+
+def test_a_pass_that_takes_float_models_only_is_taken_to_quantize() -> None:
+    class Quantizes(Mode):
+        contract = PassContract(refuses_quantized_input=True)
+
+    assert Mode.traits({}) == ModelTraits()
+    assert Quantizes.traits({}) == ModelTraits(quantized=True)

@@ -9,9 +9,11 @@ from onnx import helper, numpy_helper
 from onnxruntime.quantization import calibrate
 
 from autotune.errors import ConfigError, PassError
-from autotune.model import ONNXModelHandler
+from autotune.model import IoContract, ONNXModelHandler, TensorSpec
 from autotune.passes.calibration import ENTROPY_BINS, PERCENTILE_BINS, QUANTIZED_BINS, activation_ranges, calibration_feeds
 from autotune.passes.onnx_graph import quiet
+from autotune.passes.onnx_quantization import OnnxQuantization
+from autotune.target import AcceleratorSpec
 from tests.passes.small_onnx import handler, random_weight
 
 OPERATORS = ["MatMul", "Relu"]
@@ -140,3 +142,39 @@ def test_data_that_does_not_fit_the_model_is_refused(model: ONNXModelHandler, tm
 def test_no_samples_is_an_error(model: ONNXModelHandler, rows: tuple[Path, NDArray[np.float32]]) -> None:
     with pytest.raises(PassError, match="at least one sample"):
         calibration_feeds(rows[0], model.io, 0, who="test")
+
+
+def test_random_rows_are_asked_for_by_name_and_are_the_same_each_time(model: ONNXModelHandler) -> None:
+    first, again = ([f["x"] for f in calibration_feeds(Path("random"), model.io, 5, who="test")()] for _ in range(2))
+
+    assert [x.shape for x in first] == [(1, 16)] * 5
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert len({x.tobytes() for x in first}) == 5
+    assert 0.5 < np.std(first) < 1.5
+
+
+def test_random_rows_fit_every_kind_of_input_that_has_a_shape() -> None:
+    io = IoContract((TensorSpec("ids", "int64", ("batch", "length")), TensorSpec("mask", "bool", (2, None)), TensorSpec("x", "float16", (3,))))
+
+    (feed,) = calibration_feeds(Path("random"), io, 1, who="test")()
+
+    assert {n: (a.shape, a.dtype.name) for n, a in feed.items()} == {
+        "ids": ((1, 16), "int64"), "mask": ((2, 16), "bool"), "x": ((3,), "float16"),
+    }  # fmt: skip
+    assert set(np.unique(feed["ids"])) <= {0, 1}
+
+
+@pytest.mark.parametrize("spec", [TensorSpec("t", "string", (1,)), TensorSpec("t", "float32", None)])
+def test_random_rows_need_a_known_shape_and_numbers(spec: TensorSpec) -> None:
+    with pytest.raises(PassError, match="known shape and a numeric dtype"):
+        next(calibration_feeds(Path("random"), IoContract((spec,)), 1, who="test")())
+
+
+def test_a_model_calibrated_with_random_data_says_so(model: ONNXModelHandler, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    quantize = OnnxQuantization(AcceleratorSpec(), {"quant_mode": "static", "calibration_data_dir": "random", "calibration_samples": 4})
+
+    result = quantize.run(model, tmp_path / "out")
+
+    assert result.notes["changed"]
+    assert "random data" in result.notes["calibration"]

@@ -143,12 +143,12 @@ def test_with_search_off_defaults_hold() -> None:
     ("config", "message"),
     [
         ({}, "SixParameters: param1 must be given; got nothing. It is int: required."),
-        ({"param1": "7"}, "SixParameters: param1 must be int; got '7'. required."),
-        ({"param1": True}, "SixParameters: param1 must be int; got True. required."),
-        ({"param1": None}, "SixParameters: param1 must be int; got None. required."),
+        ({"param1": "7"}, "SixParameters: param1 must be int; got '7'. It means: required."),
+        ({"param1": True}, "SixParameters: param1 must be int; got True. It means: required."),
+        ({"param1": None}, "SixParameters: param1 must be int; got None. It means: required."),
         ({"param1": 7, "parm2": 1}, "SixParameters: parameters must be those of its table; got 'parm2'. Did you mean 'param2'?"),
-        ({"param1": 7, "param3": 1.5}, "SixParameters: param3 must be int; got 1.5. searched."),
-        ({"param1": 7, "param4": 5}, "SixParameters: param4 must be a callable or str or None; got 5. an object, or its name."),
+        ({"param1": 7, "param3": 1.5}, "SixParameters: param3 must be int; got 1.5. It means: searched."),
+        ({"param1": 7, "param4": 5}, "SixParameters: param4 must be a callable or str or None; got 5. It means: an object, or its name."),
         (
             {"param1": 7, "param3": 3, "param6": 1},
             "SixParameters: param6 is not allowed with param2=1, param3=3; got param6=1. Leave param6 out, or change its parents.",

@@ -1,0 +1,22 @@
+"""The stage that runs one pass in a child process. Light on imports: a child has no time to lose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune.model import handler_from_json, load_script
+from autotune.passes.registry import get_pass
+from autotune.target import AcceleratorSpec
+
+
+def run_pass(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Stage: run one pass in this (child) process. Returns the handler of what it wrote."""
+    if args.get("script"):
+        load_script(Path(args["script"]), who="script")  # it may register passes of its own
+    accelerator = AcceleratorSpec(*args["accelerator"])
+    pass_class = get_pass(args["pass"])
+    worker = pass_class(accelerator, args["config"], user_script=Path(args["script"]) if args.get("script") else None)
+    result = worker.run(handler_from_json(args["model"]), Path(args["out"]))
+    return {"model": result.to_json()}
