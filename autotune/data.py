@@ -16,6 +16,7 @@ from autotune.model import IoContract
 
 Arrays = dict[str, NDArray[Any]]
 LABELS = "labels"
+RANDOM = "random"  # stands where the path of calibration data would: random numbers, asked for by name
 
 
 def load_arrays(path: Path, *, who: str = "data") -> Arrays:

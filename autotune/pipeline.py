@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
+from autotune.capabilities import capabilities_of
 from autotune.config import LoadedSweep, SlotSection
-from autotune.errors import ConfigError, PassConfigError, nearest
+from autotune.data import RANDOM
+from autotune.errors import ConfigError, nearest
+from autotune.foresight import Place
 from autotune.model import ONNX, PYTORCH, load_script
 from autotune.passes.base import SEARCH, ParamCategory, Pass
 from autotune.passes.registry import get_pass
-from autotune.search_spaces.parameters import Categorical, Conditional, ConditionalDefault, Parameter, same
-from autotune.search_spaces.space import Alternative, Point, Rule, Slot, Space, compile_space, walk
-from autotune.target import AcceleratorSpec, Target
+from autotune.rules import CPU, Context, Finding, Judge, check_waivers
+from autotune.search_spaces.diagram import ABSENT
+from autotune.search_spaces.parameters import Categorical, Conditional, ConditionalDefault, Parameter, order_parents_first, same
+from autotune.search_spaces.space import Alternative, Point, Slot, Space, compile_space, point_key, walk
+from autotune.target import Target, surroundings
 
 QUANTIZED_OPERATORS = frozenset(
     {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger", "DynamicQuantizeLinear"}
@@ -45,69 +49,6 @@ class InputFacts:
         return bool(QUANTIZED_OPERATORS & set(self.operators))
 
 
-@dataclass(frozen=True)
-class Formats:
-    """Rule `order`: each pass gets the format it takes, a quantized model is not quantized again, and an ONNX model comes out."""
-
-    slots: tuple[str, ...]
-    formats: Mapping[str, tuple[str, str]]  # pass -> (accepts, returns)
-    quantizers: frozenset[str]  # passes that take float models only, and leave quantized ones
-    start: str
-
-    def __call__(self, values: Mapping[str, Any]) -> bool:
-        current, quantized = self.start, False
-        for slot in self.slots:
-            name = values.get(slot)
-            if name is None:
-                continue
-            accepts, current_after = self.formats[name]
-            if accepts != current or (quantized and name in self.quantizers):
-                return False
-            current, quantized = current_after, quantized or name in self.quantizers
-        return current == ONNX
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A rule that refuses one alternative, whatever its parameters."""
-
-    slot: str
-    pass_name: str
-
-    def __call__(self, values: Mapping[str, Any]) -> bool:
-        return values.get(self.slot) != self.pass_name
-
-
-@dataclass(frozen=True)
-class ConfigRule:
-    """A rule on a pass's whole config. `kind`: `pass-config` (what it refuses), `data-needed` or `opset-floor`.
-
-    `roles` are the data there are, `opset` the model's (0: not known, or the pass takes no ONNX).
-    """
-
-    kind: str
-    slot: str
-    pass_name: str
-    pass_class: type[Pass]
-    accelerator: AcceleratorSpec
-    roles: frozenset[str]
-    opset: int
-
-    def __call__(self, values: Mapping[str, Any]) -> bool:
-        if values.get(self.slot) != self.pass_name:
-            return True
-        prefix = f"{self.slot}."
-        try:
-            config = self.pass_class.resolve(self.accelerator, {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)})
-        except PassConfigError:
-            return self.kind != "pass-config"
-        if self.kind == "data-needed":
-            return self.pass_class.needed_data(config) <= self.roles
-        if self.kind == "opset-floor" and self.opset:
-            return self.pass_class.needed_opset(config) <= self.opset
-        return True
-
-
 class Pipeline:
     """A sweep's chain, compiled: its space, its rules, and the way from a point to passes."""
 
@@ -117,31 +58,40 @@ class Pipeline:
         self.target: Target = sweep.target
         self.facts = facts
         self.data = {
-            role: str(sweep.path(name))
+            role: name if role == "calibration" and name == RANDOM else str(sweep.path(name))
             for role, name in (("calibration", sweep.config.data.calibration), ("train", sweep.config.data.train))
             if name is not None
         }
         if sweep.config.script is not None:
-            load_script(sweep.path(sweep.config.script), who="script")  # it may register passes of its own
+            with sweep.at("script"):
+                load_script(sweep.path(sweep.config.script), who="script")  # it may register passes of its own
         self.classes: dict[str, type[Pass]] = {}
         self._user: dict[tuple[str, str], dict[str, Any]] = {}
         self._defaults: dict[str, Any] = {}
-        slots = [self._slot(section) for section in sweep.config.chain]
+        slots = [self._slot(section, number) for number, section in enumerate(sweep.config.chain)]
         self.slots = tuple(s.name for s in slots)
-        self.rules = tuple(self._rules(slots))
-        self.space: Space = compile_space(slots, rules=self.rules)
+        self._compiled = tuple(slots)
+        self.judge = self._judge(slots)
+        with sweep.at("chain"):
+            first = [{}, dict.fromkeys(self.slots), *sweep.config.search.start]
+            self.space: Space = compile_space(slots, rules=self.judge.rules, keep=[self._choose(wanted) for wanted in first])
+        self.findings: tuple[Finding, ...] = self.judge.findings(self.space.invalid, self.space.unreachable)
 
     # ------------------------------------------------------------------ compiling
 
-    def _slot(self, section: SlotSection) -> Slot:
+    def _slot(self, section: SlotSection, position: int) -> Slot:
+        """Compile the slot at this position of the chain."""
         alternatives = []
-        for choice in section.choices:
-            pass_class = get_pass(choice.pass_)
+        for number, choice in enumerate(section.choices):
+            place = ("chain", position, *(("any_of", number) if section.any_of else ()))
+            with self.sweep.at(*place, "pass"):
+                pass_class = get_pass(choice.pass_)
             name = pass_class.__name__
             self.classes[name] = pass_class
-            user = self._user_values(pass_class, choice.params)
-            self._user[section.name, name] = user
-            alternatives.append(Alternative(name, self._variables(section.name, pass_class, user), written=_written(user)))
+            with self.sweep.at(*place, "params"):
+                user = self._user_values(pass_class, choice.params)
+                self._user[section.name, name] = user
+                alternatives.append(Alternative(name, self._variables(section.name, pass_class, user), written=_written(user)))
         return Slot(section.name, tuple(alternatives), optional=section.optional)
 
     def _user_values(self, pass_class: type[Pass], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,6 +102,8 @@ class Pipeline:
             category = table[name].category if name in table else ParamCategory.NONE
             if isinstance(given, str) and given == "SEARCH":
                 values[name] = SEARCH
+            elif given == RANDOM and pass_class.contract.data.get(name) == "calibration":
+                values[name] = given
             elif isinstance(given, str) and category in (ParamCategory.PATH, ParamCategory.DATA):
                 values[name] = str(self._existing(f"{pass_class.__name__}.{name}", given))
             elif category is ParamCategory.OBJECT:
@@ -188,7 +140,7 @@ class Pipeline:
         accelerator = self.target.accelerator
         table = pass_class.default_config(accelerator)
         parameters = pass_class.search_space(accelerator, user, search=self.sweep.config.search.enabled)
-        watched = {p for parameter in parameters.values() if isinstance(parameter, Conditional) for p in _parents_of(parameter)}
+        watched = {p for parameter in parameters.values() for p in _parents_of(parameter)}
         for name, row in table.items():
             self._defaults[f"{slot}.{name}"] = row.default_value
         return {
@@ -201,60 +153,29 @@ class Pipeline:
             or not same(parameter.values[0], table[name].default_value)
         }
 
-    def _rules(self, slots: list[Slot]) -> list[Rule]:
-        formats = {name: (c.contract.accepts, c.contract.returns) for name, c in self.classes.items()}
-        quantizers = frozenset(name for name, c in self.classes.items() if c.contract.refuses_quantized_input)
-        order = Formats(tuple(s.name for s in slots), formats, quantizers, self.facts.format)
-        words = f"passes must follow one another in format, from {self.facts.format} to {ONNX}, and quantize once"
-        rules = [Rule("order", order.slots, order, words)]
-        for slot in slots:
-            for alternative in slot.alternatives:
-                rules += self._rules_of(slot.name, alternative)
-        return rules
+    def _judge(self, slots: list[Slot]) -> Judge:
+        """The rules of this chain on this target. Raises `ConfigError` for rules to waive that are unknown or critical."""
+        with self.sweep.at("validation", "waive"):
+            waived = check_waivers(self.sweep.config.validation.waive)
+        here = surroundings() if self.target.execution_provider == CPU else None
+        context = Context(
+            target=self.target, capabilities=capabilities_of(self.target.execution_provider), format=self.facts.format, opset=self.facts.opset,
+            quantized=self.facts.quantized, machine=here.platform.rpartition(" ")[2] if here else "",
+            cpu_flags=frozenset(here.cpu_flags) if here else frozenset(),
+        )  # fmt: skip
+        places = {(slot.name, a.name): self._place(slot.name, a) for slot in slots for a in slot.alternatives}
+        return Judge(slots, places, context, waived)
 
-    def _rules_of(self, slot: str, alternative: Alternative) -> list[Rule]:
-        name = alternative.name
-        contract = self.classes[name].contract
-        ep = self.target.execution_provider
-        found: list[Rule] = []
-
-        def refuse(rule_id: str, message: str) -> None:
-            found.append(Rule(rule_id, (slot,), Refused(slot, name), f"{name}: {message}"))
-
-        if contract.execution_providers and ep not in contract.execution_providers:
-            refuse("provider-mismatch", f"is for {', '.join(contract.execution_providers)}, the target is {ep}")
-        if contract.accelerators and self.target.accelerator_type not in contract.accelerators:
-            refuse("provider-mismatch", f"is for {', '.join(contract.accelerators)}, the target is {self.target.accelerator_type}")
-        if contract.needs_gpu and self.target.accelerator_type != "gpu":
-            refuse("gpu-only-method", f"needs a GPU, the target is {ep}")
-        for package, extra in contract.packages.items():
-            if importlib.util.find_spec(package) is None:
-                refuse("missing-engine", f"needs the package {package}; install {extra}")
-        if contract.refuses_quantized_input and self.facts.quantized:
-            refuse("order", "the model is quantized already")
-        found += self._config_rules(slot, alternative)
-        return found
-
-    def _config_rules(self, slot: str, alternative: Alternative) -> list[Rule]:
-        """Rules that look at a pass's whole config: what it refuses together, the data it needs, the opset it needs.
-
-        Left out for a pass with very many combinations: there a trial says it, with the same words.
-        """
+    def _place(self, slot: str, alternative: Alternative) -> Place:
         pass_class = self.classes[alternative.name]
-        names = [slot, *(f"{slot}.{p}" for p in alternative.parameters)]
-        if prod(_choices_in(p) for p in alternative.parameters.values()) > MOST_CONFIGS_CHECKED:
-            return []
         user = self._user[slot, alternative.name]
-        roles = {role for parameter, role in pass_class.contract.data.items() if role in self.data or parameter in user}
-        needs = sorted(set(pass_class.contract.data.values()) - roles)
-        messages = {
-            "pass-config": "these values don't go together",
-            "data-needed": f"needs {' and '.join(needs)} data here; give {', '.join(f'data.{n}' for n in needs)}",
-            "opset-floor": f"needs a later opset here than the model's {self.facts.opset}",
-        }
-        opset = self.facts.opset if self.facts.format == ONNX and pass_class.contract.accepts == ONNX else 0
-        checks = [ConfigRule(kind, slot, alternative.name, pass_class, self.target.accelerator, frozenset(roles), opset) for kind in messages]
-        return [Rule(c.kind, tuple(names), c, f"{alternative.name}: {messages[c.kind]}") for c in checks]
+        data = pass_class.contract.data
+        return Place(
+            slot, pass_class, alternative.parameters,
+            filled={parameter: self.data[role] for parameter, role in data.items() if role in self.data},
+            roles=frozenset(role for parameter, role in data.items() if role in self.data or user.get(parameter) is not None),
+            random=frozenset(role for parameter, role in data.items() if user.get(parameter, self.data.get(role)) == RANDOM),
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ points
 
@@ -274,20 +195,107 @@ class Pipeline:
         contract = self.classes[step.pass_name].contract
         return (contract.accepts == PYTORCH and contract.returns == ONNX) or contract.session_only
 
+    def given(self, slot: str, pass_name: str) -> Mapping[str, Any]:
+        """What fixes or widens a pass's parameters here: the user's values, and the target's number of threads."""
+        return self._user[slot, pass_name]
+
+    def first_points(self) -> list[tuple[Point, str]]:
+        """Points to try before any sampler has a say, each once, with their origin: default, untouched, start.
+
+        The untouched model is the empty point in a space that has no such point.
+        """
+        untouched = self.untouched_point()
+        wanted = [(self.default_point(), "default"), ({} if untouched is None else untouched, "untouched")]
+        if untouched is not None and point_key(untouched) == point_key(wanted[0][0]):
+            wanted.pop(0)
+        wanted += [(point, "start") for point in self.start_points()]
+        seen: dict[str, tuple[Point, str]] = {}
+        for point, origin in wanted:
+            seen.setdefault(point_key(point), (point, origin))
+        return list(seen.values())
+
     def start_points(self) -> list[Point]:
         """The user's starting points, completed by defaults. Raises `ConfigError` for names or values that the space doesn't have."""
         points = []
         for number, part in enumerate(self.sweep.config.search.start):
-            for name, value in part.items():
-                if name not in self.space.variables:
-                    raise ConfigError(
-                        f"search.start.{number}", "names must be variables of the space", repr(name), nearest(name, self.space.variables)
-                    )
-                if not any(same(value, c) for c in self.space.choices(name)):
-                    shown = ", ".join(map(repr, self.space.choices(name)))
-                    raise ConfigError(f"search.start.{number}", f"{name} must be one of {shown}", repr(value))
-            points.append(walk(self.space, self._choose(part)))
+            with self.sweep.at("search", "start", number):
+                who = f"search.start.{number}"
+                self._check_names(who, part)
+                point = self._completed(part)
+                if point is None:
+                    raise ConfigError(who, "a starting point must be one that the space holds", self._why_not(part), "Change it, or leave it out.")
+                refused = self.refusal(point)
+                if refused is not None:
+                    raise ConfigError(who, "a starting point must be one that no rule refuses", f"{refused.rule}: {refused.message}")
+            points.append(point)
         return points
+
+    def refusal(self, point: Mapping[str, Any]) -> Finding | None:
+        """Judge a point by every rule, those included that could not be judged when the space was compiled; None when nothing is wrong."""
+        return self.judge.refusal([(slot, name, values) for slot, name, values in self._given(point)])
+
+    def _completed(self, part: Mapping[str, Any]) -> Point | None:
+        """The valid point with all these values that is nearest to the defaults elsewhere; None when there is none."""
+        layers, steps = self.space.diagram.layers, self.space.steps
+        wanted = {name: self.space.choice_index(name, value) for name, value in part.items()}
+        turns = Counter(step.name for step in steps)  # alternatives that share a parameter's name have a turn each, and one is active
+
+        def fits(name: str, choice: int) -> bool:
+            return name not in wanted or choice == wanted[name] or (choice == ABSENT and turns[name] > 1)
+
+        open_: list[list[bool]] = [[]]
+        for step, layer in zip(reversed(steps), reversed(layers), strict=True):
+            after = open_[-1]
+            open_.append([any(fits(step.name, c) and (not after or after[following]) for c, following, _ in edges) for edges in layer])
+        open_.reverse()
+        pick, point, state = self._choose(part), {}, 0
+        for turn, step in enumerate(steps):
+            after = open_[turn + 1]
+            edges = {c: following for c, following, _ in layers[turn][state] if fits(step.name, c) and (not after or after[following])}
+            if not edges:
+                return None
+            chosen = next(iter(edges))
+            if chosen != ABSENT:
+                choices = self.space.choices(step.name)
+                chosen = self.space.choice_index(step.name, pick(step.name, tuple(choices[c] for c in edges)))
+                point[step.name] = choices[chosen]
+            state = edges[chosen]
+        return point if set(part) <= set(point) else None
+
+    def _why_not(self, part: Mapping[str, Any]) -> str:
+        """What stands against these values: the condition or the rule, in words."""
+        values: dict[str, Any] = {}
+        for slot in self._compiled:
+            values[slot.name] = part[slot.name] if slot.name in part else next((a.name for a in slot.alternatives if _speaks_of(part, slot, a)), None)
+            alternative = next((a for a in slot.alternatives if a.name == values[slot.name]), None)
+            if alternative is None:
+                continue
+            parents = {n: tuple(p for p in _parents_of(q) if p in alternative.parameters) for n, q in alternative.parameters.items()}
+            for name in order_parents_first(parents, who=alternative.name):
+                full = f"{slot.name}.{name}"
+                branch = _branch(alternative.parameters[name], {**values, **_own(values, slot.name)})
+                if not isinstance(branch, Categorical):
+                    if full in part:
+                        seen = {**values, **_own(values, slot.name)}
+                        decided = ", ".join(f"{p}={seen[p]!r}" for p in _parents_of(alternative.parameters[name]) if p in seen)
+                        return f"{full}={part[full]!r}, which plays no part with {decided}"
+                    continue
+                value = part[full] if full in part else self._default_of(full, values)
+                if full in part and not any(same(value, v) for v in branch.values):
+                    return f"{full}={value!r}, where only {', '.join(map(repr, branch.values))} can be had"
+                values[full] = next((v for v in branch.values if same(v, value)), branch.values[0])
+        for name, value in part.items():
+            if name not in values:
+                return f"{name}={value!r}, which plays no part in it"
+        refused = self.refusal(values)
+        return f"{refused.rule}: {refused.message}" if refused else "values that can't be had together"
+
+    def _check_names(self, who: str, part: Mapping[str, Any]) -> None:
+        for name, value in part.items():
+            if name not in self.space.variables:
+                raise ConfigError(who, "names must be variables of the space", repr(name), nearest(name, self.space.variables))
+            if not any(same(value, c) for c in self.space.choices(name)):
+                raise ConfigError(who, f"{name} must be one of {', '.join(map(repr, self.space.choices(name)))}", repr(value))
 
     def _choose(self, wanted: Mapping[str, Any]) -> Callable[[str, tuple[Any, ...]], Any]:
         taken: dict[str, Any] = {}
@@ -316,18 +324,15 @@ class Pipeline:
 
     def steps(self, point: Mapping[str, Any]) -> list[Step]:
         """The passes of a point in order, each with its complete config (data files filled in)."""
+        return [Step(slot, name, self.classes[name].resolve(self.target.accelerator, given)) for slot, name, given in self._given(point)]
+
+    def _given(self, point: Mapping[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+        """Slot, pass and the values given to it, data files included, for each pass of a point."""
         found = []
         for slot in self.slots:
             name = point.get(slot)
-            if name is None:
-                continue
-            pass_class = self.classes[name]
-            given = {k.partition(".")[2]: v for k, v in point.items() if k.startswith(f"{slot}.")}
-            table = pass_class.default_config(self.target.accelerator)
-            for parameter, role in pass_class.contract.data.items():
-                if parameter in table and parameter not in given and role in self.data:
-                    given[parameter] = self.data[role]
-            found.append(Step(slot, name, pass_class.resolve(self.target.accelerator, given)))
+            if name is not None:
+                found.append((slot, name, {**self.judge.places[slot, name].filled, **_own(point, slot)}))
         return found
 
     def changed_from_default(self, point: Mapping[str, Any]) -> dict[str, Any]:
@@ -342,28 +347,28 @@ class Pipeline:
         return changed
 
 
-MOST_CONFIGS_CHECKED = 5_000
-
-
 def _written(user: Mapping[str, Any]) -> frozenset[str]:
     """Parameters whose condition the user wrote: each of its rows must be able to occur."""
     return frozenset(n for n, v in user.items() if isinstance(v, Conditional) or (isinstance(v, Mapping) and v.get("type") == "Conditional"))
 
 
-def _choices_in(parameter: Parameter) -> int:
-    """An upper bound on a parameter's choices over all branches."""
-    if isinstance(parameter, Categorical):
-        return len(parameter.values)
-    return max([1, *(_choices_in(b) for b in [*parameter.support.values(), parameter.default] if isinstance(b, Categorical | Conditional))])
+def _own(point: Mapping[str, Any], slot: str) -> dict[str, Any]:
+    """The values of a slot's parameters, by their plain names."""
+    return {name.partition(".")[2]: value for name, value in point.items() if name.startswith(f"{slot}.")}
 
 
-def _parents_of(parameter: Conditional) -> set[str]:
-    """Parents of a condition and of the conditions nested in its branches."""
-    found = set(parameter.parents)
-    for branch in [*parameter.support.values(), parameter.default]:
-        if isinstance(branch, Conditional):
-            found |= _parents_of(branch)
-    return found
+def _speaks_of(part: Mapping[str, Any], slot: Slot, alternative: Alternative) -> bool:
+    """Whether an alternative has all the parameters of its slot that a part of a point names."""
+    return set(_own(part, slot.name)) <= set(alternative.parameters)
 
 
-__all__ = ["ConfigRule", "Formats", "InputFacts", "Pipeline", "Refused", "Step"]
+def _branch(parameter: Parameter, values: Mapping[str, Any]) -> object:
+    return parameter.branch(values) if isinstance(parameter, Conditional) else parameter
+
+
+def _parents_of(parameter: Parameter) -> tuple[str, ...]:
+    """Parents of a condition and of the conditions nested in its branches; none for a plain choice."""
+    return parameter.all_parents if isinstance(parameter, Conditional) else ()
+
+
+__all__ = ["InputFacts", "Pipeline", "Step"]

@@ -190,6 +190,60 @@ def test_start_points_are_completed_by_defaults(tmp_path: Path) -> None:
     assert "quantize.calibrate_method" not in point
 
 
+def test_a_start_point_keeps_all_that_the_user_named(tmp_path: Path) -> None:
+    start = {"quantize.weight_type": "uint8", "quantize.per_channel": False, "session.graph_optimization_level": "extended"}
+    chain = pipeline(tmp_path, [QUANTIZE, SESSION], search={"start": [start]})
+
+    point = chain.start_points()[0]
+
+    assert chain.space.contains(point)
+    assert point.items() >= start.items()
+    assert point["quantize.quant_mode"] == "dynamic"  # the default, static, has int8 weights only
+
+
+def test_a_start_point_without_a_pass_is_completed_without_it(tmp_path: Path) -> None:
+    chain = pipeline(tmp_path, [QUANTIZE, SESSION], search={"start": [{"quantize": None}]})
+
+    assert [s.pass_name for s in chain.steps(chain.start_points()[0])] == ["OrtPerfTuning"]
+
+
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        (
+            {"quantize.quant_mode": "dynamic", "quantize.calibrate_method": "minmax"},
+            "quantize.calibrate_method='minmax', which plays no part with quant_mode='dynamic'",
+        ),
+        ({"quantize": None, "quantize.per_channel": True}, "quantize.per_channel=True, which plays no part in it"),
+        (
+            {"quantize.quant_mode": "static", "quantize.weight_type": "uint8"},
+            "quantize.weight_type='uint8', where only 'int8' can be had",
+        ),
+    ],
+)  # fmt: skip
+def test_a_start_point_that_a_condition_would_change_is_refused(start: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pipeline(tmp_path, [QUANTIZE, SESSION], search={"start": [start]}).start_points()
+
+    assert "a starting point must be one that the space holds" in str(caught.value)
+    assert told in str(caught.value)
+
+
+def test_a_start_point_that_a_rule_refuses_is_refused_with_the_rule(tmp_path: Path) -> None:
+    params = {"quant_mode": "static", "activation_type": ["uint8", "int8"], "weight_type": ["int8", "uint8"]}
+    start = [{"quantize.activation_type": "int8", "quantize.weight_type": "uint8"}]
+
+    with pytest.raises(ConfigError, match=r"search\.start\.0.*pass-config: OnnxQuantization: int8 activations need int8 weights"):
+        pipeline(tmp_path, [{**QUANTIZE, "params": params}, SESSION], search={"start": start}).start_points()
+
+
+def test_a_start_point_that_lacks_data_is_refused_with_the_rule(tmp_path: Path) -> None:
+    start = [{"quantize.quant_mode": "static"}]
+
+    with pytest.raises(ConfigError, match=r"search\.start\.0.*data-needed: OnnxQuantization: needs calibration data here"):
+        pipeline(tmp_path, [QUANTIZE, SESSION], calibrated=False, search={"start": start}).start_points()
+
+
 @pytest.mark.parametrize(
     ("chain", "start", "message"),
     [
