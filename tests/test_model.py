@@ -301,7 +301,7 @@ def test_a_script_that_fails_is_not_half_there_the_next_time(tmp_path: Path) -> 
     (tmp_path / "broken.py").write_text("first = 1\nraise ValueError('no')\n")
 
     for _ in range(2):
-        with pytest.raises(ValueError, match="no"):
+        with pytest.raises(ConfigError, match=r"must run when it is imported; got ValueError: no \(broken.py:2\)"):
             load_object(tmp_path / "broken.py", "first", who="test")
 
 
