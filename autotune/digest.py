@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -41,7 +42,8 @@ def canonical(value: object) -> str:
 
 def dump_json(value: object, *, indent: int | None = 2) -> str:
     """Write JSON for people and machines: numbers that JSON can't hold (NaN, infinities) become null."""
-    return json.dumps(_finite(plain(value)), indent=indent, ensure_ascii=False, allow_nan=False) + ("\n" if indent else "")
+    # ASCII, so that it reads back in any locale, and text that is no valid Unicode can be written at all.
+    return json.dumps(_finite(plain(value)), indent=indent, allow_nan=False) + ("\n" if indent else "")
 
 
 def _finite(value: Any) -> Any:
@@ -87,16 +89,31 @@ def files_under(folder: Path) -> list[str]:
 
 
 def write_durably(path: Path, text: str | bytes) -> None:
-    """Replace a file at once and for good: temporary file, fsync, rename, fsync of the folder. A reader never sees half of it."""
+    """Replace a file at once and for good: temporary file, fsync, rename, fsync of the folder. A reader never sees half of it.
+
+    Raises `OSError` with the path and a note of the bytes; the old file stays as it was then, and nothing new is left behind.
+    """
     data = text.encode() if isinstance(text, str) else text
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        error.filename = error.filename or str(path)  # a failed write knows none
+        error.add_note(f"{len(data)} bytes were to be written")
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
