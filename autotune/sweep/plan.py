@@ -3,48 +3,127 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
+from autotune.config import SearchSection
 from autotune.passes.base import AcceleratorSpec, Pass
-from autotune.search_spaces.parameters import Conditional, ConditionalDefault
-from autotune.search_spaces.space import Space, point_key
+from autotune.search_spaces.parameters import Categorical, Conditional, ConditionalDefault, Parameter, same
+from autotune.search_spaces.space import Point, Space
+from autotune.sweep.estimate import estimate
 from autotune.sweep.prepare import Prepared, space_counts
 
+WIDTH = 120
+MOST_FIRST = 12
 
-def describe_plan(prepared: Prepared, said: list[str]) -> dict[str, Any]:
-    """Describe a prepared sweep as plain data: the numbers that a run would count by."""
+
+def describe_plan(prepared: Prepared, said: list[str], *, run: Path | None = None) -> dict[str, Any]:
+    """Describe a prepared sweep as plain data: the numbers that a run would count by.
+
+    `run` is the folder that it would write into; an earlier run there is the basis of the estimate.
+    """
     config, pipeline = prepared.sweep.config, prepared.pipeline
     space = pipeline.space
-    untouched = pipeline.untouched_point()
-    first = [(pipeline.default_point(), "default"), (untouched, "untouched"), *((p, "start") for p in pipeline.start_points())]
-    seen: set[str] = set()
-    firsts = []
-    for point, origin in first:
-        if point is None or point_key(point) in seen:
-            continue
-        seen.add(point_key(point))
-        firsts.append({"origin": origin, "passes": [s.pass_name for s in pipeline.steps(point)], "changed": pipeline.changed_from_default(point)})
-    trials = min(config.budget.trials, space.valid)
+    first = pipeline.first_points()
+    trials = min(config.budget.trials, space.valid) + sum(not point for point, _ in first)
+    enumerates = space.exact and space.valid <= config.budget.trials
+    firsts = [
+        {"origin": origin, "passes": [s.pass_name for s in pipeline.steps(p)], "changed": pipeline.changed_from_default(p), "point": p}
+        for p, origin in first[: config.budget.trials]
+    ]
+    outside = any(not point for point, _ in first)
     return {
         "model": config.model.path or config.model.script, "format": prepared.facts.format, "opset": prepared.facts.opset or None,
         "metric": prepared.metric.name, "objectives": [str(o) for o in prepared.objectives], "constraints": [c.text for c in prepared.constraints],
         "target": config.to_json()["target"], "rows": {"search": len(prepared.rows.search), "holdout": len(prepared.rows.holdout)},
         "slots": [
-            {"slot": s.name, "optional": s.optional, "passes": [c.pass_ for c in s.choices],
-             "searched": _searched_in(space, s.name)}
+            {"slot": s.name, "optional": s.optional, "passes": [c.pass_ for c in s.choices], "searched": _searched_in(space, s.name)}
             for s in config.chain
         ],
+        "fixed": _fixed(prepared),
         "space": space_counts(space),
+        "rules": _rules(prepared), "findings": [f.to_json() for f in pipeline.findings], "unreachable": list(space.unreachable),
         "budget": {"trials": trials, "asked": config.budget.trials, "time": config.budget.time},
-        "search": "enumerate" if space.valid <= config.budget.trials else config.search.sampler, "first": firsts,
-        "notes": [*said, *prepared.notes, *([] if untouched is not None else ["the untouched model is tried too, outside the space"])],
+        "search": "enumerate" if enumerates else config.search.sampler, "sampler_options": _sampler_options(config.search) if not enumerates else {},
+        "seed": config.seed, "first": firsts,
+        "estimate": estimate(prepared, trials=trials, run=run),
+        "notes": [*said, *prepared.notes, *(["the untouched model is tried too, outside the space"] if outside else [])],
     }  # fmt: skip
+
+
+def _sampler_options(search: SearchSection) -> dict[str, Any]:
+    return search.options.model_dump(exclude_none=True) if search.options else {}
 
 
 def _searched_in(space: Space, slot: str) -> dict[str, list[Any]]:
     """Variables of a slot that offer more than one choice somewhere, with all their choices."""
     return {n: list(space.choices(n)) for n in space.variables if n.startswith(f"{slot}.") and any(len(o) > 1 for o in space.offers(n))}
+
+
+def _fixed(prepared: Prepared) -> list[dict[str, Any]]:
+    """Variables with one value wherever they are active, and who fixed them."""
+    pipeline, config = prepared.pipeline, prepared.sweep.config
+    found = []
+    for slot in pipeline.space.slots:
+        for alternative in slot.alternatives:
+            given = pipeline.given(slot.name, alternative.name)
+            table = pipeline.classes[alternative.name].default_config(pipeline.target.accelerator)
+            written = next(c.params for s in config.chain if s.name == slot.name for c in s.choices if c.pass_.lower() == alternative.name.lower())
+            for name, parameter in alternative.parameters.items():
+                offers = pipeline.space.offers(f"{slot.name}.{name}")
+                values = _values_of(parameter)
+                if not offers or any(len(offer) > 1 for offer in offers):
+                    continue
+                if name in written:
+                    why = "given in the sweep file" if len(values) == 1 else "all other choices given are refused by rules"
+                elif name in given:
+                    why = "target.threads"
+                elif not config.search.enabled and table[name].search_defaults is not None:
+                    why = "search is off: the pass's default"
+                elif len(values) == 1:
+                    why = "the pass's default"
+                elif isinstance(parameter, Conditional):
+                    why = f"one value each, by {', '.join(parameter.all_parents)}"
+                else:
+                    why = "rules leave one choice"
+                shown = values if len(values) == 1 else [offer[0] for offer in offers]
+                found.append({"name": f"{slot.name}.{name}", "pass": alternative.name, "values": shown, "why": why})
+    return found
+
+
+def _values_of(parameter: Parameter) -> list[Any]:
+    """All different values of a parameter, in every branch."""
+    values: list[Any] = []
+    branches: list[Any] = [parameter]
+    while branches:
+        branch = branches.pop(0)
+        if isinstance(branch, Categorical):
+            values += [v for v in branch.values if not any(same(v, w) for w in values)]
+        elif isinstance(branch, Conditional):
+            branches += [*branch.support.values(), branch.default]
+    return values
+
+
+def _rules(prepared: Prepared) -> list[dict[str, Any]]:
+    """Rules that refuse something: how many points, an example, the words; the costliest first."""
+    space = prepared.pipeline.space
+    words: dict[str, list[str]] = {}
+    for rule in space.rules:
+        words.setdefault(rule.id, []).append(rule.message)
+    concerned = {f.rule: f.message for f in prepared.pipeline.findings}
+    found = []
+    for rule_id, count in sorted(space.invalid.items(), key=lambda item: -item[1]):
+        if not count:
+            continue
+        messages = list(dict.fromkeys(words.get(rule_id, [])))
+        if rule_id == "INVALID":
+            messages = ["a pass's own table forbids the combination"]
+        elif rule_id in concerned and len(messages) > 1:
+            messages = [concerned[rule_id]]
+        found.append({"rule": rule_id, "refused": count, "message": "; ".join(messages), "example": dict(space.examples[rule_id])})
+    return found
 
 
 def render_plan(content: Mapping[str, Any]) -> str:
@@ -60,17 +139,78 @@ def render_plan(content: Mapping[str, Any]) -> str:
     for slot in content["slots"]:
         lines.append(f"{slot['slot']}: {' | '.join(slot['passes'])}{' (optional)' if slot['optional'] else ''}")
         for name, choices in slot["searched"].items():
-            lines.append(f"    {name.partition('.')[2]:24} {', '.join(map(str, choices))}")
-    refused = ", ".join(f"{count} by {rule}" for rule, count in space["invalid_by_rule"].items() if count)
-    lines += ["", f"{space['valid']} valid points of {space['declared']}" + (f"; refused: {refused}" if refused else "")]
-    how = "all of them" if content["search"] == "enumerate" else f"chosen by {content['search']}"
-    lines.append(f"{budget['trials']} trials, {how}" + (f", within {budget['time']}" if budget["time"] else ""))
+            lines += _wrapped(f"    {name.partition('.')[2]:24} ", ", ".join(map(_value, choices)))
+        for row in content["fixed"]:
+            if row["name"].startswith(f"{slot['slot']}."):
+                lines.append(f"    {row['name'].partition('.')[2]:24} = {', '.join(map(_value, row['values']))}   ({row['why']})")
+    fixed = {row["name"] for row in content["fixed"]}
+    widest = max(len(f"{space['declared']:,}"), 6)
+    more = "" if space["exact"] else ", and more: rules look at too many parameters together to count all"
+    lines += ["", f"points   {space['declared']:>{widest},} declared{more}"]
+    for rule in content["rules"]:
+        lines += _wrapped(f"       - {rule['refused']:>{widest},} {rule['rule']:18} ", rule["message"])
+        lines += _wrapped(" " * (widest + 29), f"such as {_point(rule['example'], fixed)}")
+    lines.append(
+        f"       = {space['valid']:>{widest},} valid, all different{'' if space['exact'] else '; at least so many, and the search stays among these'}"
+    )
+    counted = {rule["rule"] for rule in content["rules"]}
+    for finding in content["findings"]:
+        if finding["waived"] or finding["severity"] == "warning" or finding["rule"] not in counted:
+            head = "waived" if finding["waived"] else finding["severity"]
+            who = f"{finding['pass_name']}: " if finding["pass_name"] and not finding["message"].startswith(finding["pass_name"]) else ""
+            lines += _wrapped(f"{head:8} ", f"{finding['rule']}: {who}{finding['message']}")
+    lines += ["", *_wrapped("trials   ", f"{budget['trials']}, " + _how(content))]
+    took, disk = content["estimate"]["time"], content["estimate"]["disk"]
+    lines += _wrapped("time     ", (f"about {_duration(took['seconds'])}: " if took["seconds"] else "no estimate: ") + took["basis"])
+    room = f"at most {_bytes(disk['at_most_bytes'])}, {_bytes(disk['free_bytes'])} free: " if disk["at_most_bytes"] else "no estimate: "
+    lines += _wrapped("disk     ", room + disk["basis"])
     lines += ["", "first:"]
-    for first in content["first"]:
-        changed = ", ".join(f"{k}={v}" for k, v in first["changed"].items())
-        lines.append(f"    {first['origin']:10} {' > '.join(first['passes']) or 'nothing'}" + (f"   {changed}" if changed else ""))
-    lines += [f"note: {n}" for n in content["notes"]]
+    for first in content["first"][:MOST_FIRST]:
+        changed = ", ".join(f"{k}={_value(v)}" for k, v in first["changed"].items())
+        lines += _wrapped(f"    {first['origin']:11} ", (" > ".join(first["passes"]) or "nothing") + (f"   {changed}" if changed else ""))
+    if len(content["first"]) > MOST_FIRST:
+        lines.append(f"    and {len(content['first']) - MOST_FIRST} more")
+    lines += [line for n in content["notes"] for line in _wrapped("note: ", n)]
     return "\n".join(lines)
+
+
+def _how(content: Mapping[str, Any]) -> str:
+    """What chooses the points after the first ones, in words."""
+    budget = content["budget"]
+    if content["search"] == "enumerate":
+        how = "all points, in order after the first ones"
+    elif content["search"] == "random":
+        how = f"drawn uniformly without repeats (seed {content['seed']}) after the first ones"
+    else:
+        options = ", ".join(f"{k}={v}" for k, v in content["sampler_options"].items())
+        how = f"chosen by {content['search']} (seed {content['seed']}{', ' + options if options else ''}) after the first ones; none twice"
+    return how + (f"; the search ends after {budget['time']}" if budget["time"] else "")
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False) or [head.rstrip()]
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _point(point: Point, fixed: Collection[str]) -> str:
+    """The searched values of a point."""
+    return ", ".join(f"{name}={_value(value)}" for name, value in point.items() if name not in fixed)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
 
 
 def render_pass(pass_class: type[Pass], accelerator: AcceleratorSpec) -> str:

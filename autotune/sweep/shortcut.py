@@ -13,6 +13,7 @@ from autotune.config import LoadedSweep, SweepConfig, parse_sweep
 from autotune.data import LABELS, load_arrays
 from autotune.errors import ConfigError
 from autotune.sweep.prepare import count_operators
+from autotune.target import SHORT_PROVIDER_NAMES
 
 QUANTIZABLE = ("Conv", "ConvTranspose", "MatMul", "Gemm", "LSTM", "GRU", "Attention", "Gather")
 DEFAULT_DROP = "1.0pt"
@@ -48,6 +49,8 @@ def sweep_from(short: Shortcut) -> tuple[LoadedSweep, list[str]]:
         constraints = _default_constraints(metric, said)
     operators = _operators(model)
     chain, start = _chain(operators, calibrated=calibration is not None)
+    if SHORT_PROVIDER_NAMES.get(short.ep.lower(), short.ep) != "CPUExecutionProvider":
+        start = []  # these points are known to be good on CPUs; other targets may not run their types at all
     data: dict[str, Any] = {
         "schema": 1, "model": {"path": str(model)}, "data": {"eval": str(eval_path)}, "metric": metric,
         "objectives": list(short.objectives) or ["latency", "score"], "constraints": constraints,
