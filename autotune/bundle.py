@@ -17,6 +17,7 @@ import yaml
 
 from autotune.data import feeds, load_arrays, plan_feeding
 from autotune.digest import canonical, digest_file, digest_of, dump_json, files_under, write_durably
+from autotune.disk import fault_in
 from autotune.errors import VerificationError
 from autotune.model import MODEL_FILE, ONNXModelHandler
 from autotune.session import SessionSettings, create_session, not_applied, read_back, thread_count
@@ -115,6 +116,8 @@ def write_bundle(
     outcome = runner.run("autotune.bundle:make_samples", args, folder=building.with_name(".samples"), limits=limits)
     shutil.rmtree(building.with_name(".samples"), ignore_errors=True)
     if outcome.value is None:
+        if (fault := fault_in(f"{outcome.message}\n{outcome.output_tail}", folder.parent)) is not None:
+            raise fault
         raise VerificationError("bundle", "the delivered model must run its samples", f"{outcome.cause}: {outcome.message}")
     for name, source in evidence.items():
         target = building / "evidence" / name

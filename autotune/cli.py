@@ -1,4 +1,4 @@
-"""The command line: `autotune demo, doctor, plan, run, report, passes, verify`. Slow libraries are imported by the command that needs them."""
+"""The command line: `autotune demo, doctor, plan, run, report, passes, schema, verify`. Slow libraries are imported where they are needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from autotune import __version__
-from autotune.errors import AutotuneError, ConfigError, nearest
+from autotune.errors import AutotuneError, ConfigError, EnvironmentFault, nearest
+from autotune.sweep.streams import silence, take_any_text, write_line
 
 EPILOG = "Exit status: 0 delivered, 2 bad input, 3 environment, 4 no feasible model, 5 verification failed, 130 interrupted."
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,10 +35,14 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except AutotuneError as error:
-            _fail(error, as_json=bool(ctx.meta.get("autotune.json")))
+            _fail(error, form=ctx.meta.get("autotune.form", ""))
         except BrokenPipeError:
+            silence(sys.stdout)
             sys.exit(0)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, KeyboardInterrupt):
+        except KeyboardInterrupt:
+            write_line("interrupted", sys.stderr)
+            sys.exit(130)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
             if os.environ.get("AUTOTUNE_DEBUG"):
@@ -51,25 +56,51 @@ class Commands(click.Group):
             sys.exit(1)
 
 
-def _fail(error: AutotuneError, *, as_json: bool = False) -> NoReturn:
-    if as_json:
-        print(json.dumps({"status": "error", "exit_status": error.exit_status, "error": str(error)}))  # noqa: T201 -- the command's output
-    click.echo(f"error: {error}", err=True)
+def _fail(error: AutotuneError, *, form: str = "", more: str = "") -> NoReturn:
+    """Say what is wrong and end: on stderr for people, and in the form that the command's output has for machines (json, lines)."""
+    facts: dict[str, Any] = {"error": str(error), "exit_status": error.exit_status}
+    if form == "json":
+        write_line(json.dumps({"status": "error", **facts}), sys.stdout)
+    if form == "lines":
+        write_line(json.dumps({"event": "error", **facts, "resumable": getattr(error, "resumable", False)}), sys.stdout)
+    write_line(f"error: {error}" + (f"\n{more}" if more else ""), sys.stderr)
     sys.exit(error.exit_status)
 
 
-def _json_option(function: F) -> F:
+def _remembering(form: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
     def remember(ctx: click.Context, _param: click.Parameter, value: bool) -> bool:
-        ctx.meta["autotune.json"] = value
+        if value:
+            ctx.meta["autotune.form"] = form
         return value
 
-    return click.option("--json", "as_json", is_flag=True, callback=remember, is_eager=True, help="Print one JSON object last.")(function)
+    return remember
+
+
+def _json_option(function: F) -> F:
+    option = click.option("--json", "as_json", is_flag=True, callback=_remembering("json"), is_eager=True, help="Print one JSON object last.")
+    return option(function)
+
+
+def _progress_options(function: F) -> F:
+    """What a command that runs a sweep can be told about earlier runs, and how it shows what it does."""
+    options = [
+        click.option("--extend", is_flag=True, help="Go on with a changed sweep and keep the finished trials."),
+        click.option("--quiet", is_flag=True, help="Show no progress; errors and the report still."),
+        click.option(
+            "--json-lines", is_flag=True, callback=_remembering("lines"), is_eager=True,
+            help="Print what happens as JSON, one object a line, the result last.",
+        ),
+    ]  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
 
 
 @click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="autotune")
 def main() -> None:
     """Search chains of optimization passes for an ONNX model, measure each, deliver the best as a bundle."""
+    take_any_text()
 
 
 def _sweep_options(function: F) -> F:
@@ -97,7 +128,7 @@ def _sweep_options(function: F) -> F:
 
 def _load(sweep: Path | None, given: dict[str, Any]) -> tuple[Any, list[str]]:
     """The sweep of a file, changed by options, or the one that the short form stands for."""
-    from autotune.config import LoadedSweep, load_sweep, parse_sweep
+    from autotune.config import load_sweep
 
     said = {k: v for k, v in given.items() if v not in (None, ())}
     if sweep is None and given["model"] is None:
@@ -112,19 +143,12 @@ def _load(sweep: Path | None, given: dict[str, Any]) -> tuple[Any, list[str]]:
             "run", "model and data stand in the sweep file when there is one", "both", "Leave out --model, --eval and --calib, or the file."
         )
     loaded = load_sweep(sweep)
-    data = loaded.config.to_json()
     places = {
         "metric": ("metric",), "constraints": ("constraints",), "objectives": ("objectives",), "trials": ("budget", "trials"),
         "time_limit": ("budget", "time"), "seed": ("seed",), "threads": ("target", "threads"), "ep": ("target", "ep"),
         "batch_size": ("target", "batch_size"), "pick": ("pick",), "strict": ("strict",),
     }  # fmt: skip
-    for name, value in said.items():
-        *path, last = places[name]
-        section = data
-        for part in path:
-            section = section[part]
-        section[last] = list(value) if isinstance(value, tuple) else value
-    return LoadedSweep(parse_sweep(data, source=loaded.source), loaded.root, loaded.source), []
+    return loaded.changed({places[name]: list(value) if isinstance(value, tuple) else value for name, value in said.items()}), []
 
 
 @main.command()
@@ -137,47 +161,80 @@ def _load(sweep: Path | None, given: dict[str, Any]) -> tuple[Any, list[str]]:
     help="The run folder; an earlier run of the same sweep is resumed.",
 )
 @click.option("--fresh", is_flag=True, help="Throw away what an earlier run left in --out.")
+@_progress_options
 @_json_option
-def run(sweep: Path | None, out: Path, fresh: bool, as_json: bool, **given: Any) -> None:
+def run(
+    sweep: Path | None, out: Path, fresh: bool, extend: bool, quiet: bool, json_lines: bool, as_json: bool, **given: Any
+) -> None:  # fmt: skip
     """Run a sweep: a SWEEP file, or --model with --eval. The same command resumes."""
     loaded, said = _load(sweep, given)
-    for line in said:
-        click.echo(line, err=True)
-    _run(loaded, out, fresh=fresh, as_json=as_json)
+    _run(loaded, out, said, fresh=fresh, extend=extend, quiet=quiet, json_lines=json_lines, as_json=as_json)
 
 
-def _run(loaded: Any, out: Path, *, fresh: bool, as_json: bool) -> NoReturn:
+def _run(
+    loaded: Any, out: Path, said: list[str], *, fresh: bool, extend: bool, quiet: bool, json_lines: bool, as_json: bool
+) -> NoReturn:  # fmt: skip
+    from autotune.sweep.progress import display_for
     from autotune.sweep.result import INTERRUPTED
     from autotune.sweep.run import run as run_sweep
 
-    result = run_sweep(loaded, out, fresh=fresh, say=lambda line: click.echo(line, err=True))
+    if json_lines and as_json:
+        raise ConfigError("run", "--json-lines ends with what --json prints", "both", "Give one of them.")
+    show = display_for(json_lines=json_lines, quiet=quiet)
+    try:
+        for line in said:
+            show({"event": "note", "seconds": 0.0, "message": line})
+        result = run_sweep(loaded, out, fresh=fresh, extend=extend, on_event=show)
+    except EnvironmentFault as error:
+        show.close()
+        more = f"Resume with the same command:\n  {_command()}" if error.resumable else ""
+        _fail(error, form="lines" if json_lines else "json" if as_json else "", more=more)
+    except KeyboardInterrupt:
+        show.close()
+        write_line(f"Interrupted before the first trial: nothing is lost. The same command begins:\n  {_command(fresh=fresh)}", sys.stderr)
+        sys.exit(130)
+    finally:
+        show.close()
     if result.status == INTERRUPTED:
-        click.echo(f"{result.summary['verdict']} Resume with the same command:\n  {_command()}", err=True)
-    if as_json:
-        click.echo(json.dumps(result.summary))
-    elif result.status != INTERRUPTED:
-        from autotune.report import print_report
+        write_line(f"{result.summary['verdict']} Resume with the same command:\n  {_command()}", sys.stderr)
+    try:
+        if as_json:
+            click.echo(json.dumps(result.summary))
+        elif result.status != INTERRUPTED and not json_lines:
+            from autotune.report import print_report
 
-        print_report(result.summary, result.records)
+            print_report(result.summary, result.records)
+    except OSError:  # nobody reads any more
+        silence(sys.stdout)
     sys.exit(result.exit_status)
 
 
-def _command() -> str:
+def _command(*, fresh: bool = False) -> str:
+    """The command that this process was started with, as a shell takes it; without --fresh, which would throw away what is saved."""
     import shlex
 
-    return shlex.join(["autotune", *[a for a in sys.argv[1:] if a != "--fresh"]])
+    name = Path(sys.argv[0])
+    start = [sys.executable, "-m", "autotune"] if name.name == "__main__.py" else [name.name if name.name == "autotune" else str(name)]
+    return shlex.join([*start, *(a for a in sys.argv[1:] if fresh or a != "--fresh")])
 
 
 @main.command()
 @_sweep_options
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("runs/latest"),
+    show_default=True,
+    help="The run folder that is meant; an earlier run there makes the estimate better.",
+)
 @_json_option
-def plan(sweep: Path | None, as_json: bool, **given: Any) -> None:
-    """Show what a sweep would do: slots, parameters, counts, first points. Nothing is run or written."""
+def plan(sweep: Path | None, out: Path, as_json: bool, **given: Any) -> None:
+    """Show what a sweep would do: slots, parameters, counts, rules, cost, first points. No trial is run, nothing is written."""
     from autotune.sweep.plan import describe_plan, render_plan
     from autotune.sweep.prepare import prepare
 
     loaded, said = _load(sweep, given)
-    content = describe_plan(prepare(loaded), said)
+    content = describe_plan(prepare(loaded), said, run=out)
     click.echo(json.dumps(content) if as_json else render_plan(content))
 
 
@@ -185,8 +242,11 @@ def plan(sweep: Path | None, as_json: bool, **given: Any) -> None:
 @click.option("--out", type=click.Path(path_type=Path), default=Path("demo"), show_default=True, help="Folder for the demo's model and its run.")
 @click.option("--trials", type=int, default=None, help="Points to try.")
 @click.option("--fresh", is_flag=True, help="Throw away what an earlier demo left there.")
+@_progress_options
 @_json_option
-def demo(out: Path, trials: int | None, fresh: bool, as_json: bool) -> None:
+def demo(
+    out: Path, trials: int | None, fresh: bool, extend: bool, quiet: bool, json_lines: bool, as_json: bool
+) -> None:  # fmt: skip
     """Train a small network on scikit-learn's digits and tune it: pruning, conversion, quantization, session settings."""
     from autotune.config import load_sweep, parse_sweep, write_sweep
     from autotune.demo import build_demo, demo_sweep
@@ -194,11 +254,12 @@ def demo(out: Path, trials: int | None, fresh: bool, as_json: bool) -> None:
     folder = out / "digits"
     sweep = folder / "sweep.yaml"
     if fresh or not sweep.exists():
-        click.echo(f"demo: training a network on scikit-learn's digits into {folder}", err=True)
+        if not quiet:
+            write_line(f"demo: training a network on scikit-learn's digits into {folder}", sys.stderr)
         build_demo(folder)
         sweep.write_text(write_sweep(parse_sweep(demo_sweep())), encoding="utf-8")
     loaded = load_sweep(sweep) if trials is None else _load(sweep, {"model": None, "eval_path": None, "calib": None, "trials": trials})[0]
-    _run(loaded, out / "run", fresh=fresh, as_json=as_json)
+    _run(loaded, out / "run", [], fresh=fresh, extend=extend, quiet=quiet, json_lines=json_lines, as_json=as_json)
 
 
 @main.command()
@@ -236,6 +297,24 @@ def verify(bundle: Path, as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("run_folder", metavar="[RUN]", required=False, type=click.Path(path_type=Path), default=Path("runs/latest"))
+@click.option("--dry-run", is_flag=True, help="Only say what would go; the real run frees the same bytes.")
+@click.option("--all", "everything", is_flag=True, help="Also artifacts that are not part of the best model or the front.")
+@_json_option
+def clean(run_folder: Path, dry_run: bool, everything: bool, as_json: bool) -> None:
+    """Free what a run folder does not need: leftovers, damaged entries, artifacts that nothing refers to.
+
+    Records, evidence, the report and the bundle stay, and so does the best model so far. A sweep that goes on in the folder builds
+    again what it misses.
+    """
+    from autotune.sweep.clean import clean as clean_run
+    from autotune.sweep.clean import render
+
+    cleaned = clean_run(run_folder, dry_run=dry_run, everything=everything)
+    click.echo(json.dumps(cleaned.to_json()) if as_json else render(cleaned))
+
+
+@main.command()
 @_json_option
 def doctor(as_json: bool) -> None:
     """Check this machine: CPUs, versions, which execution providers really start a session."""
@@ -244,6 +323,28 @@ def doctor(as_json: bool) -> None:
     findings = examine()
     click.echo(json.dumps(findings) if as_json else render(findings))
     sys.exit(0 if findings["usable"] else 3)
+
+
+@main.command()
+@click.option("--out", type=click.Path(path_type=Path), help="Write it into this file instead.")
+def schema(out: Path | None) -> None:
+    """Print the JSON Schema of sweep files, for editors.
+
+    \b
+    autotune schema --out autotune.schema.json, and as the first line of a sweep file:
+    # yaml-language-server: $schema=./autotune.schema.json
+    """
+    from autotune.schema import sweep_schema
+
+    text = json.dumps(sweep_schema(), indent=2, ensure_ascii=False)
+    if out is None:
+        click.echo(text)
+        return
+    try:
+        out.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("schema", "the file must be one that can be written", f"{out}: {error.strerror}") from error
+    click.echo(f"wrote {out}", err=True)
 
 
 @main.group(cls=Commands)

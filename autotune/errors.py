@@ -47,6 +47,7 @@ class EnvironmentFault(AutotuneError):
     """The machine or its installation is in the way: no such EP, a missing package, a locked run folder (exit status 3)."""
 
     exit_status = 3
+    resumable = False  # True on the way out of a sweep that has saved what is finished: the same command goes on
 
 
 class PassError(AutotuneError):

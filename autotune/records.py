@@ -133,6 +133,8 @@ class TrialRecord:
     unchanged: str = ""  # why the chain changed nothing, when it didn't
     shares_with: int | None = None  # the trial whose measurement this one has, equal bytes and settings
     seconds: float = 0.0
+    work_s: float = 0.0  # of these, what the stages' own functions took inside their child processes
+    output: str = ""  # the last lines that the stage printed in which the trial ended, when it did not end well
     attempts: int = 1
 
     @property
@@ -154,7 +156,8 @@ class TrialRecord:
             "cause": str(self.cause) if self.cause else None, "stage": self.stage, "message": self.message,
             "metrics": {k: v.to_json() for k, v in self.metrics.items()}, "constraints": [dict(c) for c in self.constraints],
             "stages": [s.to_json() for s in self.stages], "model_digest": self.model_digest, "session": dict(self.session),
-            "unchanged": self.unchanged, "shares_with": self.shares_with, "seconds": self.seconds, "attempts": self.attempts,
+            "unchanged": self.unchanged, "shares_with": self.shares_with, "seconds": self.seconds, "work_s": self.work_s,
+            "output": self.output, "attempts": self.attempts,
         }  # fmt: skip
 
     @classmethod

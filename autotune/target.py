@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -129,15 +130,20 @@ def surroundings() -> Surroundings:
     )  # fmt: skip
 
 
-@cache
-def library_versions() -> dict[str, str]:
-    """Versions of the distributions that can change a result; absent ones are left out."""
+def engine_versions(modules: Iterable[str]) -> dict[str, str]:
+    """Versions of the distributions that bring these modules, as far as they go by the modules' names."""
     from importlib import metadata
 
     found = {}
-    for name in DISTRIBUTIONS:
+    for module in modules:
         try:
-            found[name] = metadata.version(name)
+            found[module] = metadata.version(module)
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+@cache
+def library_versions() -> dict[str, str]:
+    """Versions of the distributions that can change a result; absent ones are left out."""
+    return engine_versions(DISTRIBUTIONS)

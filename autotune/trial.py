@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,23 +18,34 @@ import numpy as np
 from autotune.benchmarks.lane import lane
 from autotune.benchmarks.stages import OUTPUTS_FILE
 from autotune.benchmarks.statistics import runs_needed
-from autotune.config import LoadedSweep, parse_sweep, seconds, size_bytes
+from autotune.config import LoadedSweep, parse_sweep, script_of, seconds, size_bytes
 from autotune.constraints import Constraint, Verdict, feasible, judge_all, parse_constraint, violation
+from autotune.data import RANDOM
 from autotune.digest import digest_of, digest_tree, dump_json, write_durably
-from autotune.model import PYTORCH, ModelHandler, ONNXModelHandler, PyTorchModelHandler, handler_from_json, load_script
+from autotune.disk import fault_in
+from autotune.model import ModelHandler, ONNXModelHandler, PyTorchModelHandler, handler_from_json
 from autotune.passes.base import ParamCategory
-from autotune.passes.registry import get_pass
+from autotune.passes.registry import BUILT_IN, get_pass
 from autotune.pipeline import InputFacts, Pipeline, Step
 from autotune.records import Cause, Interval, MetricValue, StageRecord, Status, TrialRecord
 from autotune.stages import StageLimits, StageOutcome, StageRunner
 from autotune.store import FILES, Artifact, Store
-from autotune.target import AcceleratorSpec, library_versions, surroundings
+from autotune.target import engine_versions, library_versions, surroundings
 
 TRIAL_FILE = "trial.json"
 PLAN_FILE = "plan.json"
-ONNX_PRELOAD = ("numpy", "onnx", "onnxruntime", "onnxruntime.quantization", "onnxruntime.tools.symbolic_shape_infer", "autotune.benchmarks.stages")
-TORCH_PRELOAD = ("numpy", "onnx", "onnxruntime", "torch")
+STAGE_FILE = "now.json"
+STORE_FOLDER = "store"
+# Whatever a stage would import anew in each child; `numpy.random` and `numpy.ma` are loaded late by numpy itself. Two servers, since each
+# fork pays for what its server holds: with torch and what else passes need, a child costs several times that of a measuring stage.
+MEASURE_PRELOAD = ("numpy", "numpy.random", "numpy.ma", "onnx", "onnxruntime", "autotune.benchmarks.stages", "autotune.passes.run")
+PASS_PRELOAD = (
+    "numpy", "numpy.random", "onnx", "onnxruntime", "onnxruntime.quantization", "onnxruntime.tools.symbolic_shape_infer", "torch",
+    "autotune.passes.run", *(f"autotune.passes.{m}" for m in BUILT_IN.values()),
+)  # fmt: skip
+PASS_STAGE = "autotune.passes.run:run_pass"
 CHECK_ROWS = 4
+DISK_CAUSES = (Cause.EXCEPTION, Cause.EXIT, Cause.SIGNAL, Cause.INFRA)  # what a stage on a full disk ends as
 
 
 @dataclass(frozen=True)
@@ -108,9 +122,9 @@ class TrialPlan:
 class StageFailed(Exception):
     """A stage ended the trial; carries the outcome. Never leaves this module."""
 
-    def __init__(self, stage: str, status: Status, cause: Cause | None, message: str) -> None:
-        super().__init__(stage, status, cause, message)
-        self.stage, self.status, self.cause, self.message = stage, status, cause, message
+    def __init__(self, stage: str, status: Status, cause: Cause | None, message: str, output: str = "") -> None:
+        super().__init__(stage, status, cause, message, output)
+        self.stage, self.status, self.cause, self.message, self.output = stage, status, cause, message, output
 
 
 class TrialRunner:
@@ -119,18 +133,23 @@ class TrialRunner:
     def __init__(self, run: Path, sweep: LoadedSweep) -> None:
         self.run_folder = run
         self.sweep = sweep
-        self.store = Store(run / "store")
+        self.store = Store(run / STORE_FOLDER)
         budget = sweep.config.budget
         self.limits = StageLimits(seconds(budget.stage_timeout), size_bytes(budget.memory) if budget.memory else 0)
-        self._onnx = StageRunner(ONNX_PRELOAD)
-        self._torch = StageRunner(TORCH_PRELOAD)
+        self._onnx = StageRunner(MEASURE_PRELOAD)
+        self._passes = StageRunner(PASS_PRELOAD)
         self._surroundings = surroundings()
         self._data_digests: dict[str, str] = {}
+        self._work_s = 0.0  # of the stages since the trial began
 
     def close(self) -> None:
         """End the servers of child processes."""
         self._onnx.close()
-        self._torch.close()
+        self._passes.close()
+
+    def watched_by(self, on_wait: Callable[[], None]) -> None:
+        """Have a function called every second while a stage runs."""
+        self._onnx.on_wait = self._passes.on_wait = on_wait
 
     def __enter__(self) -> TrialRunner:
         return self
@@ -140,17 +159,27 @@ class TrialRunner:
 
     # ------------------------------------------------------------------ stages
 
-    def stage(self, function: str, args: Mapping[str, Any], folder: Path, *, torch: bool = False, exclusive: bool = False) -> StageOutcome:
-        """Run one stage in a child, holding the device's lane: alone to time, together with other builders otherwise."""
-        runner = self._torch if torch else self._onnx
+    def stage(self, function: str, args: Mapping[str, Any], folder: Path, *, exclusive: bool = False, needed: int = 0) -> StageOutcome:
+        """Run one stage in a child, holding the device's lane: alone to time, together with other builders otherwise.
+
+        Raises `DiskFault` when it is the disk that ended the stage; `needed` is how many bytes it was to write, if that is known.
+        """
+        runner = self._passes if function == PASS_STAGE else self._onnx
+        tell_stage(self.run_folder, folder)
         runner.start()  # before the lane is ours: loading libraries would disturb whoever times
         with lane(self.sweep.target.execution_provider, exclusive=exclusive):
-            return runner.run(function, args, folder=folder, limits=self.limits)
+            outcome = runner.run(function, args, folder=folder, limits=self.limits)
+        self._work_s += outcome.work_s
+        if outcome.cause in DISK_CAUSES:
+            fault = fault_in(f"{outcome.message}\n{outcome.output_tail}", self.run_folder, needed=needed)
+            if fault is not None:
+                raise fault
+        return outcome
 
     def _value(self, name: str, outcome: StageOutcome) -> dict[str, Any]:
         if outcome.value is None:
             assert outcome.cause is not None
-            raise StageFailed(name, Status.FAILED, outcome.cause, outcome.message)
+            raise StageFailed(name, Status.FAILED, outcome.cause, outcome.message, outcome.output_tail[-2000:])
         if outcome.value.get("verdict") == "invalid":
             raise StageFailed(name, Status.INVALID, Cause(outcome.value["cause"]), outcome.value["message"])
         return outcome.value
@@ -181,8 +210,10 @@ class TrialRunner:
         artifact = self.store.find(key)
         if artifact is None:
             place = self.store.place()
+            begun = time.monotonic()
             try:
-                artifact = self.store.publish(key, place, self._run_pass(step, model, place, folder), facts=facts)
+                handler = self._run_pass(step, model, place, folder)
+                artifact = self.store.publish(key, place, handler, facts=facts, seconds=time.monotonic() - begun)
             finally:
                 shutil.rmtree(place, ignore_errors=True)
         return artifact
@@ -193,9 +224,9 @@ class TrialRunner:
         target = self.sweep.target
         args = {
             "pass": step.pass_name, "config": dict(step.config), "model": model.to_json(), "out": str(place / FILES),
-            "accelerator": [target.accelerator_type, target.execution_provider], "script": self._script(),
+            "accelerator": [target.accelerator_type, target.execution_provider], "script": self._script(), "seed": self.sweep.config.seed,
         }  # fmt: skip
-        outcome = self.stage("autotune.trial:run_pass", args, folder, torch=PYTORCH in (contract.accepts, contract.returns))
+        outcome = self.stage(PASS_STAGE, args, folder, needed=0 if contract.session_only else model.size_bytes)
         return handler_from_json(self._value(step.slot, outcome)["model"])
 
     def _key_facts(self, step: Step, model: ModelHandler, parent_digest: str) -> dict[str, Any]:
@@ -205,8 +236,12 @@ class TrialRunner:
         config = {name: self._content(table[name].category, value) for name, value in step.config.items()}
         facts = {
             "parent": parent_digest, "session": model.session.to_json(), "pass": step.pass_name, "version": pass_class.contract.version,
-            "config": config, "libraries": library_versions(), "ort_variables": self._surroundings.ort_variables, "seed": self.sweep.config.seed,
+            "config": config, "libraries": {**library_versions(), **engine_versions(pass_class.contract.packages)},
+            "ort_variables": self._surroundings.ort_variables, "seed": self.sweep.config.seed,
         }  # fmt: skip
+        source = getattr(sys.modules[pass_class.__module__], "__file__", None)
+        if source is not None and not pass_class.__module__.startswith("autotune."):
+            facts["code"] = self._digest(source)  # a pass of the user's own changes without a new version
         if isinstance(model, PyTorchModelHandler):
             facts["loader"] = [model.loader, self._digest(str(model.script))]
         if pass_class.contract.ep_dependent:
@@ -216,6 +251,8 @@ class TrialRunner:
 
     def _content(self, category: ParamCategory, value: Any) -> Any:
         """A config value by what it stands for: files by their bytes, objects by name and the bytes of their script."""
+        if category is ParamCategory.DATA and value == RANDOM:
+            return {"random": True}
         if value is not None and category in (ParamCategory.DATA, ParamCategory.PATH):
             return {"content": self._digest(str(value))}
         if isinstance(value, str) and category is ParamCategory.OBJECT:
@@ -271,6 +308,7 @@ class TrialRunner:
         args = {
             "model": model.to_json(), "baseline": baseline.to_json() if baseline else None, "data": str(data), "rows": list(rows)[:64],
             "batch_size": self.sweep.target.batch_size, "protocol": protocol, "seed": seed, "out": str(folder),
+            "measurer": measure.measurer, "root": str(self.sweep.root),
         }  # fmt: skip
         value = self._value("latency", self.stage("autotune.benchmarks.stages:latency", args, folder, exclusive=True))
         return {k: MetricValue.from_json(v) for k, v in value["metrics"].items()}, value
@@ -283,18 +321,22 @@ class TrialRunner:
     # ------------------------------------------------------------------ trials
 
     def run(self, plan: TrialPlan, pipeline: Pipeline, number: int, point: Mapping[str, Any], origin: str, *, attempt: int = 1) -> TrialRecord:
-        """Run a trial to its end and write its record; whatever happens inside ends this trial only."""
-        started = time.monotonic()
+        """Run a trial to its end and write its record; whatever happens inside ends this trial only.
+
+        But for the disk: `DiskFault` and `OSError` leave no record, so that the trial runs again.
+        """
+        started, self._work_s = time.monotonic(), 0.0
         record = TrialRecord(number=number, point=dict(point), status=Status.OK, origin=origin, attempts=attempt)
         folder = self.run_folder / "trials" / record.id
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         stages: list[StageRecord] = []
         try:
-            record = self._measured(plan, pipeline, record, folder, stages)
+            with self.store.in_use():
+                record = self._measured(plan, pipeline, record, folder, stages)
         except StageFailed as end:
-            record = replace(record, status=end.status, cause=end.cause, stage=end.stage, message=end.message)
-        record = replace(record, stages=tuple(stages), seconds=time.monotonic() - started)
+            record = replace(record, status=end.status, cause=end.cause, stage=end.stage, message=end.message, output=end.output)
+        record = replace(record, stages=tuple(stages), seconds=time.monotonic() - started, work_s=self._work_s)
         write_durably(folder / TRIAL_FILE, dump_json(record.to_json()))
         return record
 
@@ -304,6 +346,9 @@ class TrialRunner:
                 record, model_digest=plan.baseline.digest, session=plan.baseline.session.to_json(), unchanged="nothing was done to the model"
             )
             return self.judged(plan, replace(record, metrics=dict(plan.baseline_metrics)))
+        refused = pipeline.refusal(record.point)
+        if refused is not None:  # a rule that could not be judged when the space was compiled
+            raise StageFailed("rules", Status.PRUNED, None, f"{refused.rule}: {refused.message}")
         model = plan.input_model
         digest = model.digest
         for step in pipeline.steps(record.point):
@@ -314,7 +359,7 @@ class TrialRunner:
             raise StageFailed("chain", Status.INVALID, Cause.BAD_OUTPUT, f"the chain ends with a model in {model.format} format")
         record = replace(record, model_digest=digest, session=model.session.to_json(), unchanged=self._unchanged(plan, model, digest))
 
-        shared = self._shared(digest, model)
+        shared = self._shared(digest, model, record.number)
         if record.unchanged:
             metrics = dict(plan.baseline_metrics)
         elif shared is not None:
@@ -349,16 +394,27 @@ class TrialRunner:
             return "no byte of the model and no session setting differs from the baseline"
         return ""
 
-    def _measurement(self, digest: str, model: ONNXModelHandler) -> Path:
-        return self.run_folder / "measured" / f"{digest_of([digest, model.session.to_json()])}.json"
+    def _evaluator(self) -> dict[str, Any]:
+        """Everything but the model that its measurement depends on."""
+        config = self.sweep.config.to_json()
+        named = (script_of(name or "") for name in (self.sweep.config.metric, self.sweep.config.measure.measurer))
+        scripts = [self._digest(str(self.sweep.path(script))) for script in named if script]
+        data = self._digest(str(self.sweep.path(self.sweep.config.data.eval)))
+        return {
+            **{k: config[k] for k in ("metric", "measure", "target", "seed")}, "rows": config["data"]["holdout"], "data": data, "scripts": scripts,
+            "surroundings": self._surroundings.to_json(),
+        }  # fmt: skip
 
-    def _shared(self, digest: str, model: ONNXModelHandler) -> dict[str, Any] | None:
-        """The measurement of an equal model under equal settings in this run, if there is one."""
+    def _measurement(self, digest: str, model: ONNXModelHandler) -> Path:
+        return self.run_folder / "measured" / f"{digest_of([digest, model.session.to_json(), self._evaluator()])}.json"
+
+    def _shared(self, digest: str, model: ONNXModelHandler, number: int) -> dict[str, Any] | None:
+        """The measurement of an equal model under equal settings by another trial of this run, if there is one."""
         try:
             found: dict[str, Any] = json.loads(self._measurement(digest, model).read_text())
         except (OSError, ValueError):
             return None
-        return found
+        return found if found["trial"] != number else None  # it left its measurement, but no record: its samples are gone
 
     def _share(self, digest: str, model: ONNXModelHandler, number: int, metrics: Mapping[str, MetricValue]) -> None:
         path = self._measurement(digest, model)
@@ -377,6 +433,24 @@ class TrialRunner:
             else Status.UNDECIDED
         )
         return replace(record, status=status, constraints=tuple({**j.to_json(), "violation": violation(j)} for j in judgements))
+
+
+def tell_stage(run: Path, folder: Path) -> None:
+    """Write down which stage begins, for whoever watches: by the folder that it works in. No record; never the reason of a failure."""
+    kind, *rest = folder.relative_to(run).parts if folder.is_relative_to(run) else (folder.name,)
+    what, stage = (rest[0], " ".join(rest[1:])) if kind == "trials" and rest else (kind, " ".join(rest))
+    temporary = run / f".{STAGE_FILE}.{os.getpid()}.tmp"
+    with contextlib.suppress(OSError):
+        temporary.write_text(json.dumps({"what": what, "stage": stage, "since": time.monotonic()}))
+        temporary.replace(run / STAGE_FILE)
+
+
+def stage_now(run: Path) -> dict[str, Any] | None:
+    """What `tell_stage` wrote last: `what` (a trial's id, or baseline), `stage`, and `since` on this machine's monotonic clock."""
+    with contextlib.suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads((run / STAGE_FILE).read_text())
+        return found
+    return None
 
 
 def size_metrics(model: ONNXModelHandler, checked: Mapping[str, Any], baseline: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
@@ -411,14 +485,3 @@ def sweep_constraints(plan: TrialPlan) -> list[Constraint]:
         parse_constraint(text, metrics=metric_units(plan), score=plan.metric_name, higher_is_better=direction)
         for text in plan.sweep.config.constraints
     ]
-
-
-def run_pass(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Stage: run one pass in this (child) process. Returns the handler of what it wrote."""
-    if args.get("script"):
-        load_script(Path(args["script"]), who="script")  # it may register passes of its own
-    accelerator = AcceleratorSpec(*args["accelerator"])
-    pass_class = get_pass(args["pass"])
-    worker = pass_class(accelerator, args["config"], user_script=Path(args["script"]) if args.get("script") else None)
-    result = worker.run(handler_from_json(args["model"]), Path(args["out"]))
-    return {"model": result.to_json()}

@@ -313,12 +313,13 @@ def summarize(samples: PairedSamples, *, examples_a_run: int = 1, seed: int = 0,
                 limits.value / 1e6, limits.low / 1e6, limits.high / 1e6, unit="ms", ratio=ratios[quantile],
                 samples=samples.candidate_ns.size, method="order statistics of all runs; ratio by bootstrap over session pairs",
             )  # fmt: skip
-    first = statistics.median_interval(samples.candidate_first_ns / 1e6)
-    found["latency.first_run"] = MetricValue(
-        first.value, max(first.low, 0.0), first.high, unit="ms", samples=len(samples.candidate_first_ns),
-        ratio=statistics.ratio_interval(np.maximum(samples.candidate_first_ns, 1), np.maximum(samples.baseline_first_ns, 1)),
-        method="median over sessions of the first run after opening",
-    )  # fmt: skip
+    if len(samples.candidate_first_ns):  # a user's measurer tells nothing of first runs
+        first = statistics.median_interval(samples.candidate_first_ns / 1e6)
+        found["latency.first_run"] = MetricValue(
+            first.value, max(first.low, 0.0), first.high, unit="ms", samples=len(samples.candidate_first_ns),
+            ratio=statistics.ratio_interval(np.maximum(samples.candidate_first_ns, 1), np.maximum(samples.baseline_first_ns, 1)),
+            method="median over sessions of the first run after opening",
+        )  # fmt: skip
     p50 = found["latency"]
     per_second = examples_a_run * 1e3
     found["throughput"] = MetricValue(

@@ -6,9 +6,11 @@ the paired comparison with the baseline, and its resampling by example, need no 
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -438,17 +440,24 @@ class UserFunction:
         """Call it and return its score, 0-d, or its scores, 1-d; float64, all finite."""
         try:
             returned = self.load()(dict(outputs), labels)
-        except AutotuneError:
+        except (AutotuneError, MemoryError):
             raise
         except Exception as error:
-            raise BadOutput(who, "the metric function must work on the model's outputs", f"{type(error).__name__}: {error}") from error
+            raise BadOutput(who, "the metric function must work on the model's outputs", _words(error)) from error
         must = "the metric function must return a number, or an array of one score per example"
         if returned is None or isinstance(returned, str | bytes | Mapping):
-            raise BadOutput(who, must, f"{returned!r:.80}")
+            raise BadOutput(who, must, _shown(returned))
         try:
-            scores = np.asarray(returned, np.float64)
-        except (TypeError, ValueError) as error:
-            raise BadOutput(who, must, f"{type(returned).__name__}: {error}") from error
+            if isinstance(returned, np.ma.MaskedArray):
+                returned = np.ma.filled(returned.astype(np.float64), np.nan)  # masked is missing, whatever number lies below
+            found = np.asarray(returned)
+            if found.dtype.kind not in "fiub" and (found.dtype.kind != "O" or not _all_numbers(found)):
+                raise TypeError(f"values of type {found.dtype}" if found.dtype.kind != "O" else _shown(returned))
+            scores = found.astype(np.float64)
+        except OverflowError:
+            raise NotFiniteScore(who, "scores must be finite numbers", "one too large for a float") from None
+        except Exception as error:  # an object of the user's may do anything when it is looked at
+            raise BadOutput(who, must, f"{type(returned).__name__}: {_words(error)}") from error
         if scores.ndim > 1:
             raise BadOutput(who, must, f"an array of shape {list(scores.shape)}")
         if not np.isfinite(scores).all():
@@ -457,6 +466,27 @@ class UserFunction:
                 who, "scores must be finite numbers", str(float(scores)) if scores.ndim == 0 else f"{count} of {scores.size} that are not"
             )
         return scores
+
+
+def _all_numbers(found: Array) -> bool:
+    """Whether objects are whole numbers too large for numpy, or other real numbers such as fractions."""
+    return all(isinstance(v, numbers.Real | Decimal) for v in found.ravel())
+
+
+def _shown(value: object) -> str:
+    """A value for a message; its own `repr` may fail."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return type(value).__name__
+
+
+def _words(error: Exception) -> str:
+    """Type and text of an exception, whose own text may fail."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}, whose text can't be had"
 
 
 @dataclass(frozen=True)

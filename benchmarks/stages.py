@@ -6,11 +6,17 @@ goes through, for the engine to record.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import re
+import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +24,24 @@ import numpy as np
 
 from autotune.benchmarks import statistics
 from autotune.benchmarks.accuracy import RunOutputs, compare, load_outputs, run_outputs, save_outputs
-from autotune.benchmarks.latency import LatencyProtocol, RunOnce, measure_paired, missing_percentiles, relative_width, summarize, summarize_baseline
+from autotune.benchmarks.latency import (
+    LatencyProtocol,
+    PairedSamples,
+    RunOnce,
+    measure_paired,
+    missing_percentiles,
+    relative_width,
+    summarize,
+    summarize_baseline,
+)
+from autotune.benchmarks.measurer import Measurer, get_measurer
 from autotune.benchmarks.memory import peak_memory
 from autotune.benchmarks.metrics import Array, BadOutput, Features, Metric, NotFiniteScore, check_labels, get_metric
 from autotune.data import LABELS, Arrays, feeds, load_arrays, plan_feeding
 from autotune.digest import dump_json
 from autotune.errors import ConfigError
 from autotune.model import IoContract, ONNXModelHandler, handler_from_json
-from autotune.records import Cause, Status
+from autotune.records import Cause, MetricValue, Status
 from autotune.session import SessionSettings, create_session, not_applied, read_back, thread_count
 
 if TYPE_CHECKING:
@@ -39,6 +55,8 @@ SCORES_FILE = "scores.npz"
 LATENCY_FILE = "latency.npz"
 RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
 STOP_SPINNING = "session.force_spinning_stop"
+ERROR_LINE = re.compile(r"\[E:onnxruntime:[^\]]*\]\s*(.*?)(?:\x1b\[m|$)", re.MULTILINE)
+MOST_LOG_BYTES = 1_000_000
 CONSTANT_SPREAD = 0.05  # 12 steps of an 8-bit output
 
 
@@ -87,12 +105,13 @@ def check(args: Mapping[str, Any]) -> Json:
         opened_s = time.perf_counter() - began
         return session, _run_rows(session, arrays, model.io, int(args["batch_size"]), rows)
 
-    (session, got), memory = peak_memory(load_and_run)
+    with _error_lines() as complaints:
+        (session, got), memory = peak_memory(load_and_run)
     facts: Json = {
         "size_bytes": model.size_bytes, "peak_memory_bytes": memory.growth_bytes, "peak_memory_exact": memory.exact,
         "process_peak_bytes": memory.peak_bytes, "open_s": opened_s, "extra_threads": max(0, thread_count() - threads_before),
         "session": read_back(session, settings), "placement": placement(session), "op_histogram": op_histogram(model.path),
-        "checker": _checker_message(model.path),
+        "checker": _checker_message(model.path), "log_errors": complaints,
         "outputs": {n: {"dtype": str(a.dtype), "shape": list(a.shape)} for n, a in got.arrays.items()},
     }  # fmt: skip
     save_outputs(out / OUTPUTS_FILE, got)
@@ -104,11 +123,52 @@ def check(args: Mapping[str, Any]) -> Json:
     if facts["placement"] and target not in facts["placement"]:
         where = ", ".join(f"{n} on {ep}" for ep, n in facts["placement"].items())
         return _invalid(Cause.EP_FALLBACK, f"no node runs on {target}: {where}", **facts)
+    if complaints and args.get("baseline") is not None:
+        known = {_without_numbers(line) for line in _complaints_about(_onnx_handler(args["baseline"]))}
+        new = [line for line in complaints if _without_numbers(line) not in known]
+        if new:
+            return _invalid(Cause.NOT_APPLIED, f"ONNX Runtime logged an error and went on: {new[0]}", **facts)
     if args.get("baseline") is None:
         if not got.finite and any(np.isnan(a).any() for a in got.arrays.values() if a.dtype.kind == "f"):
             return _invalid(Cause.NOT_FINITE, f"NaN in output {_first_not_finite(got.arrays)} on {len(rows)} rows", **facts)
         return _ok(**facts)
     return _compared_with_baseline(_onnx_handler(args["baseline"]), model, arrays, rows, int(args["batch_size"]), got, facts)
+
+
+@contextlib.contextmanager
+def _error_lines() -> Iterator[list[str]]:
+    """Collect what ONNX Runtime logs as errors without raising them: settings that it could not apply, such as an affinity to no CPU.
+
+    It writes to the process's standard error, so that is where they are read; everything read is written on.
+    """
+    found: list[str] = []
+    sys.stderr.flush()
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield found
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_LOG_BYTES))
+            text = file.read()
+            with contextlib.suppress(OSError):
+                os.write(2, text)
+            found += dict.fromkeys(m[1].strip()[:300] for m in ERROR_LINE.finditer(text.decode(errors="replace")))
+
+
+def _complaints_about(baseline: ONNXModelHandler) -> list[str]:
+    """What ONNX Runtime logs as errors of the model as it is: its own affair, and no fault of a candidate's."""
+    with _error_lines() as found:
+        create_session(baseline.path, baseline.session)
+    return found
+
+
+def _without_numbers(line: str) -> str:
+    """A line of a log without what differs from run to run, such as thread numbers."""
+    return re.sub(r"\d+", "0", line)
 
 
 def _compared_with_baseline(
@@ -331,9 +391,10 @@ def latency(args: Mapping[str, Any]) -> Json:
     """Time a model beside the baseline, as deployed, in fresh sessions in turns.
 
     `args`: `model`, `baseline` (None for the baseline itself: two sessions of the same model are timed, and all ratios are 1),
-    `data`, `rows` (their feeds are cycled), `batch_size`, `protocol` (fields of LatencyProtocol; defaults for the rest), `seed`, `out`.
-    Sessions of several threads are told to stop spinning between runs, both alike: two that spin disturb each other. Writes every run
-    into `latency.npz` and returns MetricValues as JSON under `metrics`.
+    `data`, `rows` (their feeds are cycled), `batch_size`, `protocol` (fields of LatencyProtocol; defaults for the rest), `seed`, `out`,
+    and `measurer` with `root`: a user's function that times in place of this stage (verdict `invalid` where what it returns can't be
+    used). Sessions of several threads are told to stop spinning between runs, both alike: two that spin disturb each other. Writes every
+    run into `latency.npz` and returns MetricValues as JSON under `metrics`.
     """
     model, out = _onnx_handler(args["model"]), Path(args["out"])
     itself = args.get("baseline") is None
@@ -344,21 +405,48 @@ def latency(args: Mapping[str, Any]) -> Json:
     spin_stopped = _has_threads(model.session) or _has_threads(baseline.session)
     sides = [_Side(handler, arrays, rows, int(args["batch_size"]), stop_spinning=spin_stopped) for handler in (model, baseline)]
     seed = int(args.get("seed", 0))
-    samples = measure_paired(sides[0].open, sides[1].open, protocol, seed=seed)
+    measurer = get_measurer(args["measurer"], root=Path(args["root"])) if args.get("measurer") else None
+    try:
+        if measurer is None:
+            samples = measure_paired(sides[0].open, sides[1].open, protocol, seed=seed)
+        else:
+            samples = _measured_by(measurer, sides, protocol, seed)
+    except NotFiniteScore as error:
+        return _invalid(Cause.NOT_FINITE, str(error))
+    except BadOutput as error:
+        return _invalid(Cause.BAD_OUTPUT, str(error))
     np.savez(
         out / LATENCY_FILE, allow_pickle=False, candidate_ns=samples.candidate_ns, baseline_ns=samples.baseline_ns, session=samples.session,
         candidate_first=samples.candidate_first, candidate_first_ns=samples.candidate_first_ns, baseline_first_ns=samples.baseline_first_ns,
     )  # fmt: skip
     metrics = summarize(samples, examples_a_run=sides[0].examples_a_run, seed=seed, itself=itself)
+    in_baseline = summarize_baseline(samples)
+    if measurer is not None:
+        metrics = {name: _told_by(measurer, value) for name, value in metrics.items()}
+        in_baseline = _told_by(measurer, in_baseline)
     measured = samples.ratio()
     return _ok(
         metrics={name: value.to_json() for name, value in metrics.items()},
-        baseline_metrics={"latency": summarize_baseline(samples).to_json()}, measured_ratio=measured.to_json(),
+        baseline_metrics={"latency": in_baseline.to_json()}, measured_ratio=measured.to_json(),
         not_enough_runs=missing_percentiles(samples), noisy=samples.noisy, ratio_width=relative_width(measured),
-        foreign_load=samples.foreign_load, rounds=samples.rounds, session_pairs=len(samples.candidate_first_ns),
+        foreign_load=samples.foreign_load, rounds=samples.rounds, session_pairs=int(samples.session[-1]) + 1,
         runs_a_block=samples.candidate_ns.shape[1], stopped_by=samples.stopped_by, elapsed_s=samples.elapsed_ns / 1e9,
-        spinning_stopped=spin_stopped, protocol=protocol.to_json(), confidence=statistics.CONFIDENCE,
+        spinning_stopped=spin_stopped and measurer is None, confidence=statistics.CONFIDENCE,
+        protocol=protocol.to_json() if measurer is None else {"measurer": measurer.name, "rounds": protocol.min_runs},
     )  # fmt: skip
+
+
+def _measured_by(measurer: Measurer, sides: Sequence[_Side], protocol: LatencyProtocol, seed: int) -> PairedSamples:
+    """Ask a user's measurer for as many rounds as the percentiles need where a round is one run."""
+    candidate, baseline = sides
+    return measurer.measure(
+        model=candidate.model.path, baseline=baseline.model.path, session=candidate.model.session.to_json(),
+        baseline_session=baseline.model.session.to_json(), inputs=candidate.feeds[0], rounds=protocol.min_runs, seed=seed,
+    )  # fmt: skip
+
+
+def _told_by(measurer: Measurer, value: MetricValue) -> MetricValue:
+    return replace(value, method=f"timed by {measurer.name}, each of its rounds taken as a session pair; {value.method}")
 
 
 def _has_threads(settings: SessionSettings) -> bool:

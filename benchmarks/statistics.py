@@ -3,7 +3,9 @@
 Sources: order statistics for quantiles, H. A. David, "Order Statistics", section 7.1; E. B. Wilson, JASA 22 (1927) 209-212;
 T. Tango, Statistics in Medicine 17 (1998) 891-908, for paired proportions; E. C. Fieller, J. R. Stat. Soc. B 16 (1954) 175-185, for
 ratios of means; B. Efron and R. J. Tibshirani, "An Introduction to the Bootstrap", chapter 13; Student's t by M. Abramowitz and
-I. A. Stegun, "Handbook of Mathematical Functions", 26.7.3, 26.7.4 and 26.7.5.
+I. A. Stegun, "Handbook of Mathematical Functions", 26.7.3, 26.7.4 and 26.7.5; totals of a finite set by the hypergeometric law as
+T. Wright, "Exact Confidence Bounds when Sampling from Small Finite Universes" (1991); means of a finite set by R. Bardenet and
+O.-A. Maillard, Bernoulli 21 (2015) 1361-1385.
 """
 
 from __future__ import annotations
@@ -266,3 +268,64 @@ def bootstrap_interval(estimate: float, replicates: NDArray[np.float64]) -> Inte
         return Interval(estimate, estimate - half, estimate + half)
     low, high = np.quantile(replicates, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Interval(estimate, min(float(low), estimate), max(float(high), estimate))
+
+
+# Finite sets: some rows are seen, drawn without replacement; limits are for all rows -----------------------------------------
+
+
+@cache
+def _log_factorials(largest: int) -> NDArray[np.float64]:
+    """Logarithms of 0!, 1!, ... `largest`!."""
+    return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, largest + 1, dtype=np.float64)))])
+
+
+def _hypergeometric_at_most(count: int, drawn: int, marked: int, population: int) -> float:
+    """Probability that at most `count` of `drawn` rows are marked, when `marked` of `population` are."""
+    least, most = max(0, drawn - (population - marked)), min(drawn, marked)
+    if count < least:
+        return 0.0
+    if count >= most:
+        return 1.0
+    log = _log_factorials(population)
+    k = np.arange(least, count + 1)
+    ways = log[marked] - log[k] - log[marked - k] + log[population - marked] - log[drawn - k] - log[population - marked - drawn + k]
+    return float(min(1.0, np.exp(ways - (log[population] - log[drawn] - log[population - drawn])).sum()))
+
+
+def hypergeometric_limits(count: int, drawn: int, population: int, error: float) -> tuple[int, int]:
+    """Limits of how many of `population` rows are marked, after `count` of `drawn` were, drawn without replacement.
+
+    Exact: each limit is wrong with a probability of at most `error`, whatever the truth; they meet when every row is drawn. The upper one is
+    the largest total under which so few marked rows (`count`) are not rarer than `error`, the lower one its mirror image.
+    """
+    if drawn == 0:
+        return 0, population
+
+    def highest(seen: int) -> int:
+        inside, outside = seen, population - drawn + seen + 1  # the most that is possible is one less than `outside`
+        while outside - inside > 1:
+            middle = (inside + outside) // 2
+            if _hypergeometric_at_most(seen, drawn, middle, population) > error:
+                inside = middle
+            else:
+                outside = middle
+        return inside
+
+    return population - highest(drawn - count), highest(count)
+
+
+def finite_mean_limits(values: ArrayLike, population: int, span: float, error: float) -> tuple[float, float]:
+    """Limits of the mean over `population` rows, from the values of some drawn without replacement.
+
+    The empirical Bernstein-Serfling inequality of Bardenet and Maillard (theorem 4.3): all rows must lie within a range of width `span`;
+    each limit is wrong with a probability of at most `error`. Not exact when all rows are seen: the caller knows the mean then.
+    """
+    seen = np.asarray(values, np.float64)
+    n = len(seen)
+    if n == 0:
+        return -math.inf, math.inf
+    left = 1 - (n - 1) / population if n <= population / 2 else (1 - n / population) * (1 + 1 / n)
+    log = math.log(5 / error)  # the inequality holds but for five times the probability in its logarithm
+    half = float(seen.std()) * math.sqrt(2 * left * log / n) + (7 / 3 + 3 / math.sqrt(2)) * span * log / n
+    mean = float(seen.mean())
+    return mean - half, mean + half

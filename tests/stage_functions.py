@@ -78,3 +78,61 @@ def change_everything(_args: dict[str, Any]) -> dict[str, Any]:
     os.environ["AUTOTUNE_TEST_LEAK"] = "1"
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return {}
+
+
+def abort_like_bad_alloc(_args: dict[str, Any]) -> dict[str, Any]:
+    print("terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc", file=sys.stderr, flush=True)
+    os.abort()
+
+
+def wait(args: dict[str, Any]) -> dict[str, Any]:
+    with open(args["pid_file"], "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)
+    return {}
+
+
+def return_a_set(_args: dict[str, Any]) -> Any:
+    return {"value": {object()}}
+
+
+def return_a_number(_args: dict[str, Any]) -> Any:
+    return 5
+
+
+def leave_a_thread_and_a_handler(args: dict[str, Any]) -> dict[str, Any]:
+    import atexit
+    import threading
+
+    atexit.register(lambda: open(args["trace"], "w").close())
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    return {"done": True}
+
+
+def leave_a_daemon(args: dict[str, Any]) -> dict[str, Any]:
+    """A process in a session of its own whose parent is gone, as daemons are; it never reads its pipe, and writes on."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            with open(args["pid_file"], "w") as file:
+                file.write(str(os.getpid()))
+            while True:
+                print("still here", flush=True)
+        os._exit(0)
+    os.wait()
+    while not os.path.exists(args["pid_file"]) or not os.path.getsize(args["pid_file"]):
+        time.sleep(0.01)
+    return {"done": True}
+
+
+def draw(_args: dict[str, Any]) -> dict[str, Any]:
+    import random
+
+    import numpy as np
+
+    return {"drawn": [random.random(), float(np.random.rand())], "hash": hash("a word")}
+
+
+def which_signals(_args: dict[str, Any]) -> dict[str, Any]:
+    ignored = [n.name for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(n) is not signal.SIG_DFL]
+    return {"ignored": ignored, "blocked": [int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])]}

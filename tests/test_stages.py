@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +68,8 @@ def test_the_server_holds_one_thread_so_that_forking_it_is_safe(runner: StageRun
         ("leave", Cause.EXIT, "sys.exit(3)"),
         ("throw", Cause.EXCEPTION, "ValueError: the library says no"),
         ("missing", Cause.EXCEPTION, "missing"),
+        ("return_a_set", Cause.EXCEPTION, "object has no JSON form"),
+        ("return_a_number", Cause.EXCEPTION, "must return a dictionary; got int"),
     ],
 )
 def test_an_ending_is_told_by_its_exact_cause(runner: StageRunner, tmp_path: Path, function: str, cause: Cause, words: str) -> None:
@@ -123,6 +127,90 @@ def test_what_a_stage_does_to_its_process_stays_there(runner: StageRunner, tmp_p
     assert "AUTOTUNE_TEST_LEAK" not in os.environ
 
 
+def test_a_daemon_that_a_stage_leaves_behind_is_gone_with_it(runner: StageRunner, tmp_path: Path) -> None:
+    outcome = runner.run("stage_functions:leave_a_daemon", {"pid_file": str(tmp_path / "pid")}, folder=tmp_path, limits=StageLimits(30))
+
+    assert outcome.ok
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_threads_and_exit_handlers_that_a_stage_leaves_neither_hold_it_up_nor_run(runner: StageRunner, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+
+    outcome = runner.run("stage_functions:leave_a_thread_and_a_handler", {"trace": str(trace)}, folder=tmp_path, limits=StageLimits(60))
+
+    assert outcome.ok
+    assert outcome.seconds < 30
+    assert not trace.exists()
+
+
+def test_stages_start_from_the_same_random_state_whatever_the_servers_age(
+    runner: StageRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(server: StageRunner, seed: int) -> object:
+        return server.run("stage_functions:draw", {"seed": seed}, folder=tmp_path, limits=StageLimits(30)).value
+
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    with StageRunner(("numpy", "numpy.random")) as other, StageRunner(("numpy", "numpy.random")) as third:
+        first = drawn(other, 1)
+
+        assert drawn(other, 1) == first
+        assert drawn(third, 1) == first
+        assert drawn(other, 2) != first
+
+
+def test_a_child_costs_a_few_milliseconds(runner: StageRunner, tmp_path: Path) -> None:
+    took = []
+    for _ in range(15):
+        started = time.perf_counter()
+        runner.run("stage_functions:double", {"x": 1}, folder=tmp_path, limits=StageLimits(30))
+        took.append(time.perf_counter() - started)
+
+    assert min(took) < 0.05  # of start and end; the least, since the machine may be busy
+
+
+def test_signals_that_the_callers_thread_blocks_are_not_blocked_in_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+    try:
+        with StageRunner(()) as runner:
+            outcome = runner.run("stage_functions:which_signals", {}, folder=tmp_path, limits=StageLimits(30))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    assert outcome.value == {"ignored": [], "blocked": []}
+
+
+def test_a_module_that_cannot_be_preloaded_is_the_affair_of_the_stage_that_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    with StageRunner(("no_such_module", "numpy")) as runner:
+        outcome = runner.run("stage_functions:double", {"x": 4}, folder=tmp_path, limits=StageLimits(30))
+        missing = runner.run("no_such_module:stage", {}, folder=tmp_path, limits=StageLimits(30))
+
+    assert outcome.ok
+    assert missing.cause is Cause.EXCEPTION
+    assert "No module named 'no_such_module'" in missing.message
+
+
+def test_a_server_killed_in_the_midst_of_a_stage_takes_it_along_and_the_stage_runs_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    with StageRunner(("numpy",)) as runner:
+        found = []
+        args = {"pid_file": str(tmp_path / "pid")}
+        thread = threading.Thread(target=lambda: found.append(runner.run("stage_functions:wait", args, folder=tmp_path, limits=StageLimits(3.0))))
+        thread.start()
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert thread.is_alive()
+        first = int((tmp_path / "pid").read_text())
+        assert runner._process is not None
+        runner._process.kill()
+        thread.join()
+
+    assert int((tmp_path / "pid").read_text()) != first, "it did not run again"
+    assert found[0].cause is Cause.TIMEOUT
+    assert not alive(first)
+
+
 def test_a_killed_server_is_started_again_and_the_stage_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     with StageRunner(("numpy",)) as runner:
@@ -149,8 +237,6 @@ def test_closing_the_runner_ends_its_server(tmp_path: Path) -> None:
 
 
 def test_the_server_outlives_the_thread_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     with StageRunner(("numpy",)) as runner:
         thread = threading.Thread(target=runner.start)

@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.benchmarks.measurer import get_measurer
 from autotune.benchmarks.metrics import Metric, check_labels, get_metric
 from autotune.config import LoadedSweep
 from autotune.constraints import Constraint, check_baseline, parse_constraint
-from autotune.data import LABELS, Arrays, count_rows, load_arrays, plan_feeding
+from autotune.data import LABELS, RANDOM, Arrays, count_rows, load_arrays, plan_feeding
 from autotune.errors import ConfigError, EnvironmentFault, nearest
 from autotune.model import ONNX, PYTORCH, IoContract, TensorSpec, load_object, read_onnx_head
 from autotune.passes.base import AcceleratorSpec
 from autotune.pipeline import InputFacts, Pipeline
+from autotune.rules import CPU, RULES, Finding
 from autotune.search_spaces.space import Space
 from autotune.selection import Objective, parse_objective
 from autotune.session import SessionSettings
@@ -50,20 +52,43 @@ class Prepared:
 def prepare(sweep: LoadedSweep) -> Prepared:
     """Check a sweep. Raises `ConfigError` for a user's mistake and `EnvironmentFault` for what this machine lacks."""
     config = sweep.config
-    metric = get_metric(config.metric, root=sweep.root)
-    units = {**METRIC_UNITS, metric.name: metric.unit}
-    direction = {metric.name: metric.higher_is_better}
-    constraints = tuple(parse_constraint(t, metrics=units, score=metric.name, higher_is_better=direction) for t in config.constraints)
-    objectives = tuple(parse_objective(t, metrics=units, score=metric.name, higher_is_better=direction) for t in config.objectives)
-    arrays = load_arrays(sweep.path(config.data.eval), who="data.eval")
-    facts, io = _look_at_model(sweep, arrays)
+    with sweep.at("metric"):
+        metric = get_metric(config.metric, root=sweep.root)
+    constraints, objectives = _goals(sweep, metric)
+    with sweep.at("measure", "measurer"):
+        measurer = get_measurer(config.measure.measurer, root=sweep.root) if config.measure.measurer else None
+    with sweep.at("data", "eval"):
+        arrays = load_arrays(sweep.path(config.data.eval), who="data.eval")
+    with sweep.at("model", "script" if config.model.path is None else "path"):
+        facts, io = _look_at_model(sweep, arrays)
     notes = _check_data(sweep, metric, io, arrays)
     pipeline = Pipeline(sweep, facts)
+    pipeline.findings += _provider_findings(sweep.target.execution_provider)
     pipeline.start_points()  # names and values are checked now
     rows = split_rows(count_rows(arrays), config.data.holdout, seed=config.seed)
+    if measurer is not None:
+        notes.append(f"latency is what {measurer.name} returned, for the candidates and for the model as it is; autotune did not time it")
     if not rows.holdout:
         notes.append("no rows are held out: the chosen model's accuracy is the one that it was chosen by")
     return Prepared(sweep, facts, io, metric, rows, pipeline, constraints, objectives, tuple(notes))
+
+
+def _goals(sweep: LoadedSweep, metric: Metric) -> tuple[tuple[Constraint, ...], tuple[Objective, ...]]:
+    """The constraints and objectives in the terms of the metrics that are measured."""
+    units = {**METRIC_UNITS, metric.name: metric.unit}
+    direction = {metric.name: metric.higher_is_better}
+    constraints: list[Constraint] = []
+    objectives: list[Objective] = []
+    for number, text in enumerate(sweep.config.constraints):
+        with sweep.at("constraints", number):
+            constraints.append(parse_constraint(text, metrics=units, score=metric.name, higher_is_better=direction))
+    for number, text in enumerate(sweep.config.objectives):
+        with sweep.at("objectives", number):
+            objective = parse_objective(text, metrics=units, score=metric.name, higher_is_better=direction)
+            if objective in objectives:
+                raise ConfigError("objectives", "each objective must stand once", f"{text!r}, which is {objective} again")
+            objectives.append(objective)
+    return tuple(constraints), tuple(objectives)
 
 
 def check_against_baseline(constraints: Sequence[Constraint], objectives: Sequence[Objective], baseline: Mapping[str, Any]) -> None:
@@ -124,23 +149,27 @@ def _check_data(sweep: LoadedSweep, metric: Metric, io: IoContract, arrays: Arra
     """Refuse data that doesn't fit the model or the metric; return notes on what is odd but usable."""
     config, notes = sweep.config, []
     inputs = {n: a for n, a in arrays.items() if n != LABELS}
-    plan_feeding(inputs, io, batch_size=sweep.target.batch_size, who="data.eval")
-    check_labels(metric, arrays)
+    with sweep.at("data", "eval"):
+        plan_feeding(inputs, io, batch_size=sweep.target.batch_size, who="data.eval")
+        check_labels(metric, arrays)
     unused = sorted(set(inputs) - {s.name for s in io.inputs})
     if unused:
         notes.append(f"arrays of the evaluation data that no input takes: {', '.join(unused)}")
+    if config.data.calibration == RANDOM:
+        notes.append("calibration data is random: activation ranges, and the scores of models calibrated with it, say nothing about real data")
     for role, name in (("calibration", config.data.calibration), ("train", config.data.train)):
-        if name is None:
+        if name is None or (role, name) == ("calibration", RANDOM):
             continue
-        other = {n: a for n, a in load_arrays(sweep.path(name), who=f"data.{role}").items() if n != LABELS}
-        if config.model.path is not None or role == "calibration":
-            plan_feeding(other, io, batch_size=1, who=f"data.{role}")
-        shared = len(_row_digests(inputs, io) & _row_digests(other, io))
-        if shared == count_rows(other) or shared > max(2, count_rows(inputs) // 20):
-            raise ConfigError(
-                f"data.{role}", f"{role} and evaluation data must not share examples", f"{shared} rows of {count_rows(inputs)} are the same in both",
-                "Scores on rows that a pass has seen promise too much.",
-            )  # fmt: skip
+        with sweep.at("data", role):
+            other = {n: a for n, a in load_arrays(sweep.path(name), who=f"data.{role}").items() if n != LABELS}
+            if config.model.path is not None or role == "calibration":
+                plan_feeding(other, io, batch_size=1, who=f"data.{role}")
+            shared = len(_row_digests(inputs, io) & _row_digests(other, io))
+            if shared == count_rows(other) or shared > max(2, count_rows(inputs) // 20):
+                raise ConfigError(
+                    f"data.{role}", f"{role} and evaluation data must not share examples",
+                    f"{shared} rows of {count_rows(inputs)} are the same in both", "Scores on rows that a pass has seen promise too much.",
+                )  # fmt: skip
         if shared:
             notes.append(f"{shared} evaluation rows have the same content as a {role} row")
     return notes
@@ -156,8 +185,21 @@ def space_counts(space: Space) -> dict[str, Any]:
     """The numbers of a space that plan and run both tell."""
     return {
         "valid": space.valid, "invalid": sum(space.invalid.values()), "invalid_by_rule": dict(space.invalid), "declared": space.declared,
-        "distinct": space.distinct,
+        "distinct": space.distinct, "exact": space.exact,
     }  # fmt: skip
+
+
+def _provider_findings(provider: str) -> tuple[Finding, ...]:
+    """Rule `ep-unavailable` as far as it shows without a session: a provider that this onnxruntime does not even list."""
+    if provider == CPU:  # part of every build
+        return ()
+    from onnxruntime import get_available_providers
+
+    listed = get_available_providers()
+    if provider in listed:
+        return ()
+    rule = RULES["ep-unavailable"]
+    return (Finding(rule.id, rule.severity, f"this onnxruntime has {', '.join(listed)}, not {provider}. {rule.mend}"),)
 
 
 def probe_provider(accelerator: AcceleratorSpec, folder: Path) -> None:
@@ -167,7 +209,7 @@ def probe_provider(accelerator: AcceleratorSpec, folder: Path) -> None:
     if outcome.value is None or not outcome.value["started"]:
         why = outcome.value["why"] if outcome.value else f"{outcome.cause}: {outcome.message}"
         raise EnvironmentFault(
-            "target", f"a session must start on {accelerator.execution_provider}", why,
+            "target", f"a session must start on {accelerator.execution_provider} (rule ep-unavailable)", why,
             "Install the onnxruntime package that carries this execution provider, or choose another one; `autotune doctor` shows what starts here.",
         )  # fmt: skip
 

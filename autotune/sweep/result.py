@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,8 +91,10 @@ def write_exports(result: SweepResult) -> None:
     for column in table.columns:  # a parameter may be text in one trial and a number in another
         if column.startswith("param."):
             table[column] = table[column].map(lambda v: None if v is None or v != v else str(v))
-    table.to_csv(result.run / "trials.csv", index=False)
-    table.to_parquet(result.run / "trials.parquet", index=False)
+    write_durably(result.run / "trials.csv", table.to_csv(index=False))
+    buffer = io.BytesIO()
+    table.to_parquet(buffer, index=False)
+    write_durably(result.run / "trials.parquet", buffer.getvalue())
 
 
 def line_of(record: TrialRecord, metric: str) -> str:

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from autotune.bundle import BUNDLE_FILE, write_bundle
-from autotune.config import LoadedSweep, load_sweep, parse_sweep, seconds, write_sweep
+from autotune.config import LoadedSweep, SweepConfig, load_sweep, parse_sweep, script_of, seconds, write_sweep
+from autotune.data import RANDOM
 from autotune.digest import digest_of, digest_tree, dump_json, write_durably
-from autotune.errors import ConfigError
+from autotune.disk import enough_handles, faults_named
+from autotune.errors import AutotuneError, ConfigError, EnvironmentFault
 from autotune.model import ONNXModelHandler
 from autotune.passes.registry import get_pass
 from autotune.pipeline import Pipeline
 from autotune.records import MetricValue, TrialRecord
 from autotune.search_spaces.space import point_key
 from autotune.selection import Selection, select, verdict_sentence
+from autotune.store import Store
 from autotune.sweep.baseline import Baseline
+from autotune.sweep.extend import Change, changes_between, outside_of, refuse, study_content
 from autotune.sweep.finalists import FINALISTS, Finalists, passed_over
-from autotune.sweep.interrupts import Interrupted, Interrupts, interruptible, one_writer
+from autotune.sweep.interrupts import LOCK_FILE, Interrupted, Interrupts, interruptible, one_writer, refuse_if_held
 from autotune.sweep.prepare import Prepared, check_against_baseline, prepare, probe_provider, space_counts
-from autotune.sweep.result import DELIVERED, INTERRUPTED, NONE_FEASIBLE, RESULT_FILE, SweepResult, line_of, read_result, write_exports
-from autotune.sweep.search import Goals, Search, open_study
+from autotune.sweep.progress import Event, Listener, PlainLines, Progress
+from autotune.sweep.result import DELIVERED, INTERRUPTED, NONE_FEASIBLE, RESULT_FILE, SweepResult, read_result, write_exports
+from autotune.sweep.room import StoreLimit, check_room
+from autotune.sweep.search import Asked, Goals, Search, open_study, rewrite_study
 from autotune.target import surroundings
-from autotune.trial import TrialPlan, TrialRunner
+from autotune.trial import PLAN_FILE, STORE_FOLDER, TRIAL_FILE, TrialPlan, TrialRunner
 
 SWEEP_FILE = "sweep.yaml"
 RUN_FILE = "run.json"
@@ -39,27 +46,46 @@ BUNDLE_FOLDER = "best.bundle"
 Say = Callable[[str], None]
 
 
-def run(sweep: LoadedSweep | Mapping[str, Any] | str | Path, out: str | Path, *, fresh: bool = False, say: Say | None = None) -> SweepResult:
+def run(
+    sweep: LoadedSweep | Mapping[str, Any] | str | Path, out: str | Path, *, fresh: bool = False, extend: bool = False, say: Say | None = None,
+    on_event: Listener | None = None,
+) -> SweepResult:  # fmt: skip
     """Run a sweep into the folder `out` and return its result; the same call on the same folder resumes.
 
     `sweep` is a file, its content as plain data (paths relative to the working folder), or a loaded one. `fresh` throws away what
-    stands in `out`. `say` gets one line of progress at a time. Raises `ConfigError` for the user's mistakes and `EnvironmentFault`
-    for what the machine lacks, before any trial.
+    stands in `out`; `extend` goes on with a changed sweep and keeps the finished trials (docs/decisions/0006). `say` gets one line of
+    progress at a time, `on_event` all that `autotune.sweep.progress` lists. Raises `ConfigError` for the user's mistakes and
+    `EnvironmentFault` for what the machine lacks, before any trial; a disk that is full later ends the sweep as `DiskFault`, a Ray or a
+    database that is gone as `EnvironmentFault`, and the same call goes on. An interrupt before there is anything to save is a
+    `KeyboardInterrupt`; later ones end in a result of status interrupted.
     """
+    if fresh and extend:
+        raise ConfigError("run", "--fresh throws finished trials away and --extend keeps them", "both", "Give one of them.")
     loaded = _loaded(sweep)
     folder = Path(out).resolve()
-    say = say or (lambda _line: None)
-    prepared = prepare(loaded)
-    if fresh and folder.exists():
+    with faults_named(folder), enough_handles(), interruptible() as interrupts:
+        refuse_if_held(folder)  # at once, before anything is looked at
+        prepared = prepare(loaded)
         _refuse_foreign(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         with one_writer(folder):
-            for entry in folder.iterdir():
-                if entry.name != ".lock":
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
-    _refuse_foreign(folder)
-    with one_writer(folder), interruptible() as interrupts:
-        return _Sweep(prepared, folder, say, interrupts).run()
+            if fresh:
+                for entry in folder.iterdir():
+                    if entry.name != LOCK_FILE:
+                        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            return _Sweep(prepared, folder, _listener(say, on_event), interrupts, extend=extend).run()
+
+
+def _listener(say: Say | None, on_event: Listener | None) -> Listener:
+    lines = PlainLines(say) if say is not None else None
+
+    def listen(event: Event) -> None:
+        if lines is not None:
+            lines(event)
+        if on_event is not None:
+            on_event(event)
+
+    return listen
 
 
 def _loaded(sweep: LoadedSweep | Mapping[str, Any] | str | Path) -> LoadedSweep:
@@ -76,7 +102,7 @@ def _refuse_foreign(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise ConfigError("out", "the run folder must be a folder", str(folder))
-    ours = {".lock", RUN_FILE}
+    ours = {LOCK_FILE, RUN_FILE}
     names = {p.name for p in folder.iterdir()}
     if names and not names & ours:
         raise ConfigError(
@@ -87,37 +113,60 @@ def _refuse_foreign(folder: Path) -> None:
 class _Sweep:
     """One call of `run`: the steps in order, each resumable."""
 
-    def __init__(self, prepared: Prepared, folder: Path, say: Say, interrupts: Interrupts) -> None:
-        self.prepared, self.folder, self.say, self.interrupts = prepared, folder, say, interrupts
+    def __init__(self, prepared: Prepared, folder: Path, listener: Listener, interrupts: Interrupts, *, extend: bool) -> None:
+        self.prepared, self.folder, self.interrupts, self.extend = prepared, folder, interrupts, extend
         self.sweep = prepared.sweep
+        self.progress = Progress(listener, folder, prepared.metric.name)
+        self.say = self.progress.say
         self.started = time.monotonic()
         self.notes = list(prepared.notes)
         self.plan: TrialPlan | None = None
+        self.search: Search | None = None
+        self.earlier: list[dict[str, Any]] = []  # what the sweep was before it was extended
+        self.new = True  # nothing of an earlier run is there
+        self.outside: frozenset[int] = frozenset()
 
     def run(self) -> SweepResult:
+        self.progress.tell(
+            "sweep-started", run=str(self.folder), metric=self.prepared.metric.name, objectives=[str(o) for o in self.prepared.objectives],
+            constraints=[c.text for c in self.prepared.constraints],
+        )  # fmt: skip
         self._open_folder()
-        search: Search | None = None
+        self.store = Store(self.folder / STORE_FOLDER)
+        self.store_limit = StoreLimit(self.store, self.sweep.config.budget.store)
         with TrialRunner(self.folder, self.sweep) as runner:
+            runner.watched_by(self.progress.tick)
             try:
-                baseline = Baseline(self.folder, self.sweep, self.prepared, runner, self.say).plan()
-                if isinstance(baseline, TrialRecord):
-                    return self._finish(
-                        NONE_FEASIBLE,
-                        [baseline],
-                        None,
-                        f"The untouched model itself can't be measured: {baseline.reason} in stage {baseline.stage}: {baseline.message}",
-                    )
-                self.plan = baseline
-                check_against_baseline(self.prepared.constraints, self.prepared.objectives, baseline.baseline_metrics)
-                search = self._search(baseline)
-                if len(search.records) >= search.total and (before := self._finished_before()) is not None:
-                    return before
-                self._trials(search, runner)
-                return self._choose(baseline, search, runner)
+                return self._run(runner)
             except Interrupted as stop:
-                records = [search.records[n] for n in sorted(search.records)] if search else []
-                so_far = self._select(self.plan, records) if self.plan and records else None
-                return self._finish(INTERRUPTED, records, so_far, f"Interrupted by {stop}: {len(records)} trials are saved.")
+                return self._saved(f"Interrupted by {stop}")
+            except EnvironmentFault as stop:
+                stop.resumable = True
+                with contextlib.suppress(OSError, AutotuneError):  # of a disk that is full, say: the records are what counts
+                    self._saved(f"Stopped. {stop}")
+                raise
+
+    def _run(self, runner: TrialRunner) -> SweepResult:
+        baseline = Baseline(self.folder, self.sweep, self.prepared, runner, self.say).plan()
+        if isinstance(baseline, TrialRecord):
+            verdict = f"The untouched model itself can't be measured: {baseline.reason} in stage {baseline.stage}: {baseline.message}"
+            return self._finish(NONE_FEASIBLE, [baseline], None, verdict)
+        self.plan = baseline
+        self.progress.tell("baseline", metrics={k: v.to_json() for k, v in baseline.baseline_metrics.items()})
+        check_against_baseline(self.prepared.constraints, self.prepared.objectives, baseline.baseline_metrics)
+        search = self.search = self._search(baseline, runner)
+        if len(search.records) >= search.total and (before := self._finished_before()) is not None:
+            self.progress.tell("finished", summary=dict(before.summary))
+            return before
+        self._trials(search, runner)
+        return self._choose(baseline, search, runner)
+
+    def _saved(self, why: str) -> SweepResult:
+        """End early, with all that is finished on record."""
+        self.interrupts.ending = True
+        records = [self.search.records[n] for n in sorted(self.search.records)] if self.search else []
+        so_far = self._select(self.plan, records) if self.plan and records else None
+        return self._finish(INTERRUPTED, records, so_far, f"{why}{'' if why.endswith('.') else ':'} {len(records)} trials are saved.")
 
     # ------------------------------------------------------------------ the run folder
 
@@ -137,22 +186,58 @@ class _Sweep:
         here = surroundings()
         identity = {"sweep": config.to_json(), "data": self._data_digests()}
         path = self.folder / RUN_FILE
-        if path.exists():
+        self.new = not path.exists()
+        if not self.new:
             before = json.loads(path.read_text())
-            _refuse_changes(before["identity"], identity)
+            changes = changes_between(before["identity"], identity)
+            refuse(changes, extend=self.extend, finished=len(self._records_on_disk()[0]))
             if before["surroundings"] != here.to_json():
                 changed = [k for k, v in here.to_json().items() if before["surroundings"].get(k) != v]
                 raise ConfigError(
                     "resume", "a run goes on in the surroundings that it was begun in", f"other {', '.join(changed)}",
                     "Results from different machines or versions don't share a front: start again with --fresh, or into another --out.",
                 )  # fmt: skip
+            self.earlier = list(before.get("earlier", ()))
+            if changes:
+                self._extend(before, identity, changes)
         else:
+            check_room(self.prepared, self.folder)
             probe_provider(self.sweep.target.accelerator, self.folder / "probe")
             shutil.rmtree(self.folder / "probe", ignore_errors=True)
-            (self.folder / SWEEP_FILE).write_text(write_sweep(config), encoding="utf-8")
             began = datetime.now(UTC).isoformat(timespec="seconds")
             write_durably(path, dump_json({"identity": identity, "surroundings": here.to_json(), "began": began}))
+        self._write_sweep(config)
         self.sweep = LoadedSweep(config, self.folder, self.sweep.source)
+
+    def _extend(self, before: Mapping[str, Any], identity: Mapping[str, Any], changes: Sequence[Change]) -> None:
+        """Make the run folder that of the changed sweep, in one step: writing run.json. All else follows from it and the records."""
+        plan_file = self.folder / PLAN_FILE
+        if plan_file.exists():  # first everything that could be refused
+            check_against_baseline(self.prepared.constraints, self.prepared.objectives, TrialPlan.load(self.folder).baseline_metrics)
+        records, _ = self._records_on_disk()
+        self.earlier.append({
+            "sweep": before["identity"]["sweep"], "trials": max(records, default=-1) + 1,
+            "until": datetime.now(UTC).isoformat(timespec="seconds"),
+        })  # fmt: skip
+        outside_of(self.prepared.pipeline, self.prepared.facts, self.earlier, records)
+        for change in changes:
+            self.say(f"extend: {change}")
+        (self.folder / RESULT_FILE).unlink(missing_ok=True)  # what was chosen and measured last is of the sweep as it was
+        for final in self.folder.glob("trials/t-*/final"):
+            shutil.rmtree(final)
+        write_durably(self.folder / RUN_FILE, dump_json({**before, "identity": identity, "earlier": self.earlier}))
+
+    def _write_sweep(self, config: SweepConfig) -> None:
+        """Write the sweep where people and workers read it, unless it stands there."""
+        text = write_sweep(config)
+        path = self.folder / SWEEP_FILE
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            write_durably(path, text)
+        plan = self.folder / PLAN_FILE
+        if plan.exists():
+            data = json.loads(plan.read_text())
+            if digest_of(data["sweep"]) != digest_of(config.to_json()):
+                write_durably(plan, dump_json({**data, "sweep": config.to_json()}))
 
     def _data_digests(self) -> dict[str, str]:
         section, data = self.sweep.config.model, self.sweep.config.data
@@ -161,14 +246,17 @@ class _Sweep:
             "script": section.script,
             "weights": section.weights,
             "eval": data.eval,
-            "calibration": data.calibration,
+            "calibration": data.calibration if data.calibration != RANDOM else None,
             "train": data.train,
+            "metric": script_of(self.sweep.config.metric) or None,
+            "measurer": script_of(self.sweep.config.measure.measurer or "") or None,
+            "user_script": self.sweep.config.script,
         }
         return {k: digest_tree(self.sweep.path(v)) for k, v in names.items() if v is not None}
 
     # ------------------------------------------------------------------ trials
 
-    def _search(self, plan: TrialPlan) -> Search:
+    def _search(self, plan: TrialPlan, runner: TrialRunner) -> Search:
         config, pipeline = self.sweep.config, self.prepared.pipeline
         untouched = pipeline.untouched_point()
         default = pipeline.default_point()
@@ -177,18 +265,52 @@ class _Sweep:
             first.insert(0, (default, "default"))
         first += [(p, "start") for p in pipeline.start_points()]
         goals = self._goals(plan)
-        study, word = open_study(self.folder, config.storage, goals.directions, [o.name for o in self.prepared.objectives])
+        names = [o.name for o in self.prepared.objectives]
+        study, word = open_study(self.folder, config.storage, goals.directions, names, anew=self.new)
         if word:
             self.notes.append(word)
-        from autotune.sweep.ray_tune import record_reader
-
+        records, torn = self._records_on_disk()
+        records = {n: self._judged(plan, runner, r) for n, r in records.items()}
+        self.outside = outside_of(pipeline, self.prepared.facts, self.earlier, records)
         search = Search(
-            pipeline.space, goals=goals, study=study, budget=config.budget.trials, seed=config.seed, sampler=config.search.sampler, first=first
-        )
-        finished, unfinished = search.resume(record_reader(self.folder))
+            pipeline.space, goals=goals, study=study, budget=config.budget.trials, seed=config.seed, sampler=config.search.sampler, first=first,
+            options=config.search.options.model_dump() if config.search.options else None, outside=self.outside,
+        )  # fmt: skip
+        finished, unfinished = search.resume(
+            records.get, on_disk=max(records, default=-1) + 1,
+            renew=lambda fill: rewrite_study(self.folder, config.storage, goals.directions, names, fill), content=study_content(config.to_json()),
+        )  # fmt: skip
+        if torn:
+            self.notes.append(f"the records of {', '.join(torn)} were damaged: run again")
+        self.notes += search.repairs
+        if self.outside:
+            names_of = ", ".join(f"t-{n:04d}" for n in sorted(self.outside))
+            self.notes.append(f"no points of the space as it is now, so on record but not chosen: {names_of}")
         if finished or unfinished:
             self.say(f"resume: {finished} trials are on disk" + (f", {unfinished} to run again" if unfinished else ""))
+        if finished:
+            self._write_best_so_far(search, runner)
         return search
+
+    def _judged(self, plan: TrialPlan, runner: TrialRunner, record: TrialRecord) -> TrialRecord:
+        """A record under the constraints as they are now, on disk too: they may have changed since it was written."""
+        if not record.measured:
+            return record
+        judged = runner.judged(plan, record)
+        if dump_json(judged.to_json()) != dump_json(record.to_json()):
+            write_durably(self.folder / "trials" / record.id / TRIAL_FILE, dump_json(judged.to_json()))
+        return judged
+
+    def _records_on_disk(self) -> tuple[dict[int, TrialRecord], list[str]]:
+        """The records that earlier runs left, by number, and the names of trials whose record can't be read."""
+        from autotune.sweep.ray_tune import record_reader
+
+        read = record_reader(self.folder)
+        found = {int(p.name[2:]): read(int(p.name[2:])) for p in sorted(self.folder.glob("trials/t-*")) if p.name[2:].isdigit()}
+        # A record of no point and no numbers is that of a model which could not be measured, before it could.
+        whole = {n: r for n, r in found.items() if r is not None and (r.point or r.metrics)}
+        torn = [f"t-{n:04d}" for n, r in found.items() if r is None and (self.folder / "trials" / f"t-{n:04d}" / TRIAL_FILE).exists()]
+        return whole, torn
 
     def _goals(self, plan: TrialPlan) -> Goals:
         objectives = self.prepared.objectives
@@ -215,7 +337,10 @@ class _Sweep:
 
         if len(search.records) >= search.total:
             return
-        self.say(f"search: {search.total} trials of {search.space.valid} points, " + ("all of them" if search.enumerates else f"by {search.sampler}"))
+        self.progress.search_started(
+            trials=search.total, finished=len(search.records), failed=_failed(search), points=search.space.valid,
+            how="enumeration" if search.enumerates else search.sampler,
+        )  # fmt: skip
         runner.close()  # the worker has servers of its own
         limit = self.sweep.config.budget.time
         deadline = self.started + seconds(limit) if limit else None
@@ -226,17 +351,25 @@ class _Sweep:
             self.notes.append(f"the time budget of {limit} ended the search after {len(search.records)} trials")
             return False
 
+        def on_start(asked: Asked) -> None:
+            self.progress.tell("trial-started", trial=f"t-{asked.number:04d}", number=asked.number, origin=asked.origin, attempt=asked.attempt,
+                               point=dict(asked.point))  # fmt: skip
+
         def on_trial(record: TrialRecord) -> None:
-            self._write_best_so_far(search, runner)
-            self.say(f"{record.id} [{len(search.records)}/{search.total}] {line_of(record, self.prepared.metric.name)}")
+            best, front = self._write_best_so_far(search, runner)
+            self.store_limit.keep(front)
+            self.progress.trial_finished(record, best, finished=len(search.records), failed=_failed(search), trials=search.total)
 
-        with self.interrupts.held():
-            run_trials(
-                self.folder, search, on_trial=on_trial, may_start=may_start, read_record=record_reader(self.folder), check=self.interrupts.check
-            )
+        run_trials(
+            self.folder, search, on_start=on_start, on_trial=on_trial, may_start=may_start, read_record=record_reader(self.folder),
+            tick=self.progress.tick, held=self.interrupts.held,
+        )  # fmt: skip
 
-    def _write_best_so_far(self, search: Search, runner: TrialRunner) -> None:
-        """Keep the best model of the finished trials findable, whatever happens next: which it is, where its files stand."""
+    def _write_best_so_far(self, search: Search, runner: TrialRunner) -> tuple[TrialRecord | None, list[TrialRecord]]:
+        """Keep the best model of the finished trials findable, whatever happens next: which it is, where its files stand.
+
+        Returns the best one, and it together with the front.
+        """
         plan = self.plan
         assert plan is not None
         records = [search.records[n] for n in sorted(search.records)]
@@ -252,20 +385,22 @@ class _Sweep:
                 "front": list(selection.front),
             }  # fmt: skip
         write_durably(self.folder / BEST_SO_FAR_FILE, dump_json(content))
+        return best, [r for r in records if r.id == selection.best or r.id in selection.front]
 
     # ------------------------------------------------------------------ the choice
 
     def _select(self, plan: TrialPlan, records: list[TrialRecord]) -> Selection:
         config = self.sweep.config
+        inside = [r for r in records if r.number not in self.outside]
         return select(
-            records, self.prepared.objectives, self.prepared.constraints, baseline=plan.baseline_metrics, score=plan.metric_name,
+            inside, self.prepared.objectives, self.prepared.constraints, baseline=plan.baseline_metrics, score=plan.metric_name,
             pick=config.pick, strict=config.strict,
         )  # fmt: skip
 
     def _choose(self, plan: TrialPlan, search: Search, runner: TrialRunner) -> SweepResult:
         """Measure the chosen one afresh and on rows that it was not chosen by; go on to the next while one does not hold."""
         last = Finalists(plan, self.prepared.constraints, lambda rs: self._select(plan, rs), runner, self.say, self.notes)
-        records = last.settle([search.records[n] for n in sorted(search.records)])
+        records = last.settle([search.records[n] for n in sorted(search.records.keys() - self.outside)])
         finals: dict[str, tuple[TrialRecord, MetricValue | None]] = {}
         while True:
             selection = self._select(plan, records)
@@ -343,7 +478,11 @@ class _Sweep:
         self, status: str, records: list[TrialRecord], selection: Selection | None, verdict: str, *,
         best: Mapping[str, Any] | None = None, bundle: Path | None = None,
     ) -> SweepResult:  # fmt: skip
+        self.interrupts.ending = True  # there is nothing left that an interrupt could save
         plan, space = self.plan, self.prepared.pipeline.space
+        if self.search is not None:
+            there = {r.number for r in records}
+            records = sorted([*records, *(self.search.records[n] for n in self.outside - there)], key=lambda r: r.number)
         summary: dict[str, Any] = {
             "status": status, "verdict": verdict, "run": str(self.folder), "bundle": str(bundle) if bundle else None,
             "metric": self.prepared.metric.name,
@@ -356,13 +495,19 @@ class _Sweep:
             "near_misses": [m.to_json() for m in selection.near_misses] if selection else [],
             "hypervolume": selection.hypervolume if selection else None,
             "surroundings": surroundings().to_json(), "target": self.sweep.config.to_json()["target"],
-            "seconds": time.monotonic() - self.started, "notes": [*self.notes, *(selection.notes if selection else ())],
+            "seconds": time.monotonic() - self.started, "notes": [*self.notes, *self._store_notes(), *(selection.notes if selection else ())],
         }  # fmt: skip
         summary = json.loads(dump_json(summary))
         write_durably(self.folder / RESULT_FILE, dump_json(summary))
         result = SweepResult(self.folder, status, summary, tuple(records))
         write_exports(result)
+        self.progress.tell("finished", summary=summary)
         return result
+
+    def _store_notes(self) -> list[str]:
+        damaged = len(self.store.quarantined())
+        words = [f"{damaged} damaged store {'entries were' if damaged > 1 else 'entry was'} set aside before use and built again"] if damaged else []
+        return [*words, *self.store_limit.notes()]
 
 
 def _best(record: TrialRecord, holdout: MetricValue | None, pipeline: Pipeline) -> dict[str, Any]:
@@ -373,26 +518,9 @@ def _best(record: TrialRecord, holdout: MetricValue | None, pipeline: Pipeline) 
     }  # fmt: skip
 
 
-def _refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """The same command resumes; another sweep in the same folder is a mistake that would mix results."""
-    if digest_of(before) == digest_of(now):
-        return
-    changes = list(_differences(before, now, ""))
-    raise ConfigError(
-        "resume", "a run folder belongs to one sweep", "; ".join(changes[:5]) + (f" and {len(changes) - 5} more" if len(changes) > 5 else ""),
-        "Give the same sweep to go on, --fresh to start again, or another --out.",
-    )  # fmt: skip
-
-
-def _differences(before: Any, now: Any, path: str) -> Iterator[str]:
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for key in sorted({*before, *now}):
-            yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else str(key))
-    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for index, (a, b) in enumerate(zip(before, now, strict=True)):
-            yield from _differences(a, b, f"{path}.{index}")
-    elif before != now:
-        yield f"{path}: content changed" if path.startswith("data.") else f"{path}: {before!r} before, {now!r} now"
+def _failed(search: Search) -> int:
+    """Trials so far that left no numbers."""
+    return sum(not r.measured for r in search.records.values())
 
 
 def portable(config: Mapping[str, Any]) -> dict[str, Any]:

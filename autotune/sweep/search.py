@@ -7,17 +7,21 @@ randomness is drawn from (seed, trial number, purpose), so a resumed search goes
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
+import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotune.digest import dump_json
+from autotune.config import TpeOptions
+from autotune.digest import dump_json, sync_folder, write_durably
 from autotune.errors import ConfigError, EnvironmentFault
 from autotune.records import Status, TrialRecord
 from autotune.search_spaces.optuna_space import point_to_params, suggest_point
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     import optuna
 
 STUDY_NAME = "autotune"
+CONTENT = "content"  # attribute of the study: digest of what it depends on
 JOURNAL_FILE = "study.journal"
 ASKS = 20  # of the sampler for one new point, before a uniform draw steps in
 
@@ -55,60 +60,147 @@ class Goals:
     constraints: Callable[[TrialRecord], tuple[float, ...]]  # <= 0: met
 
 
+Renew = Callable[[Callable[["optuna.Study"], None]], "optuna.Study"]  # a new study in place of the old one, filled by the function given
+
+
 class Search:
-    """Asks for points, keeps the study. `first` are points to try before any sampler has a say, with their origin."""
+    """Asks for points, keeps the study. `first` are points to try before any sampler has a say, with their origin.
+
+    `options` are those of the `tpe` sampler, by the names of `TpeOptions`; None: its defaults. `outside` are numbers of finished trials
+    that are no points of this space (any more): they keep their numbers, and the sampler is told nothing of them.
+    """
 
     def __init__(
-        self, space: Space, *, goals: Goals, study: optuna.Study, budget: int, seed: int, sampler: str, first: Sequence[tuple[Point, str]]
-    ) -> None:
+        self, space: Space, *, goals: Goals, study: optuna.Study, budget: int, seed: int, sampler: str, first: Sequence[tuple[Point, str]],
+        options: Mapping[str, Any] | None = None, outside: Collection[int] = (),
+    ) -> None:  # fmt: skip
         self.space, self.goals, self.study, self.seed, self.sampler = space, goals, study, seed, sampler
         self.first = list(first)
+        self.options = dict(options or TpeOptions().model_dump())
         self.enumerates = space.valid <= budget
-        outside = sum(1 for point, _ in self.first if not point)  # the untouched model where the space has no such point
-        self.total = min(budget, space.valid) + outside
+        self.outside = frozenset(outside)
+        extra = sum(1 for point, _ in self.first if not point)  # the untouched model where the space has no such point
+        self.total = min(budget, space.valid + len(self.outside)) + extra
         self.records: dict[int, TrialRecord] = {}
         self.seen: dict[str, int] = {}
+        self.repairs: list[str] = []
         self._pending: list[Asked] = []
         self._next = 0
         self._order: list[Point] | None = None
 
     # ------------------------------------------------------------------ resume
 
-    def resume(self, read_record: Callable[[int], TrialRecord | None]) -> tuple[int, int]:
+    def resume(
+        self, read_record: Callable[[int], TrialRecord | None], *, on_disk: int = 0, renew: Renew | None = None, content: str = ""
+    ) -> tuple[int, int]:
         """Take up a study that was interrupted: finished trials count, unfinished ones run again under their number.
 
-        A trial that left its record but wasn't told any more is told now. Returns (finished, to run again).
+        The records are the truth. A trial that left its record but wasn't told any more is told now; trials beyond what the study
+        holds (numbers below `on_disk`) are added to it; a study that tells otherwise than the records is written anew by `renew`, and so
+        is one of another `content` (a digest of what it depends on: the sweep was extended). What was mended stands in `repairs`.
+        Returns (finished, to run again). Raises `EnvironmentFault` when the storage does not answer.
         """
-        from optuna.trial import TrialState
+        with storage_named():
+            return self._resume(read_record, on_disk, renew, content)
 
-        for trial in self.study.get_trials(deepcopy=False):
-            number = trial.number
-            point = json.loads(trial.user_attrs["point"])
-            self._remember(number, point)
+    def _resume(self, read_record: Callable[[int], TrialRecord | None], on_disk: int, renew: Renew | None, content: str) -> tuple[int, int]:
+        told = {t.number: t for t in self.study.get_trials(deepcopy=False)}
+        asked = {n: a for n, t in told.items() if (a := self._asked_in(t)) is not None}
+        other = bool(content) and self.study.user_attrs.get(CONTENT, content if told else "") != content
+        stale = other and bool(told)
+        known = len(told)
+        for number in range(max(known, on_disk)):
             record = read_record(number)
-            if record is None or point_key(record.point) != point_key(point):
-                self._pending.append(Asked(number, point, trial.user_attrs["origin"], int(trial.user_attrs.get("attempt", 1))))
-            else:
+            if record is not None:
                 self.records[number] = record
-                if trial.state in (TrialState.RUNNING, TrialState.WAITING):
-                    self._tell_study(record)
+                asked[number] = Asked(number, dict(record.point), record.origin, record.attempts)
+            if number in asked:
+                self._remember(number, asked[number].point)
+        wrong = [n for n, trial in told.items() if not self._tells(trial, asked.get(n), self.records.get(n))]
+        turned = [d.name.lower() for d in self.study.directions] != list(self.goals.directions)
+        if (stale or wrong or turned) and renew is not None:
+            if not stale:
+                what = _ids(wrong) if wrong else "its objectives"
+                self.repairs.append(f"the study was written anew from the records of the trials: it told otherwise of {what}")
+            whole = next((n for n in range(known) if n not in asked), known)
+            on_disk, known = max(on_disk, max(asked, default=-1) + 1), whole
+            self.study = renew(lambda study: self._write_all(study, [asked[n] for n in range(whole)]))
+        else:
+            for number in sorted(told.keys() & self.records.keys()):
+                if not told[number].state.is_finished():
+                    self._tell_study(self.records[number])
+        added = range(known, max(known, on_disk))
+        for number in added:
+            if number not in asked:  # neither the study nor a record knows its point any more
+                fresh = self._choose(number)
+                if fresh is None:
+                    break
+                asked[number] = Asked(number, *fresh)
+                self._remember(number, fresh[0])
+            self._start_in_study(number, asked[number].point, asked[number].origin)
+            if number in self.records:
+                self._tell_study(self.records[number])
+        if other:
+            self.study.set_user_attr(CONTENT, content)
+        if added and not stale:
+            self.repairs.append(f"the study had lost {_ids(added)}: added again from the records of the trials")
+        self._pending += [asked[n] for n in sorted(asked.keys() - self.records.keys())]
         return len(self.records), len(self._pending)
+
+    def _asked_in(self, trial: optuna.trial.FrozenTrial) -> Asked | None:
+        """What was asked for, as the study has it; None where that is no point of the space, whatever became of it."""
+        try:
+            point, origin = json.loads(trial.user_attrs["point"]), trial.user_attrs["origin"]
+        except (KeyError, TypeError, ValueError):
+            return None
+        fits = isinstance(point, dict) and (not point or self.space.contains(point)) and isinstance(origin, str)
+        return Asked(trial.number, point, origin) if fits else None
+
+    def _tells(self, trial: optuna.trial.FrozenTrial, asked: Asked | None, record: TrialRecord | None) -> bool:
+        """Whether a trial of the study says what was asked for and, once it is finished, what the record says."""
+        if asked is None or trial.user_attrs.get("point") != dump_json(asked.point, indent=None) or trial.user_attrs.get("origin") != asked.origin:
+            return False
+        if asked.point and trial.number not in self.outside and trial.params != point_to_params(self.space, asked.point)[0]:
+            return False
+        if not trial.state.is_finished():
+            return True
+        if record is None:
+            return False
+        values = self._values(record)
+        if values is None:
+            return trial.state.name == "PRUNED"
+        if trial.state.name != "COMPLETE" or trial.values is None or len(values) != len(trial.values):
+            return False
+        return all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(values, trial.values, strict=True))
+
+    def _values(self, record: TrialRecord) -> tuple[float, ...] | None:
+        """What the sampler and the study may be told of a record; nothing of one outside the space."""
+        return None if record.number in self.outside else self.goals.values(record)
+
+    def _write_all(self, study: optuna.Study, asked: Sequence[Asked]) -> None:
+        """Write trials and what is known of them into an empty study."""
+        self.study = study
+        for each in asked:
+            self._start_in_study(each.number, each.point, each.origin)
+            if each.number in self.records:
+                self._tell_study(self.records[each.number])
 
     # ------------------------------------------------------------------ ask and tell
 
     def ask(self) -> Asked | None:
-        """The next trial to run, or None when the budget or the space is used up."""
+        """The next trial to run, or None when the budget or the space is used up. Raises `EnvironmentFault` as `resume` does."""
         if self._pending:
             return self._pending.pop(0)
         number = self._next
         if number >= self.total:
             return None
-        chosen = self._first_unseen() or (self._enumerated() if self.enumerates else self._sampled(number))
+        chosen = self._choose(number)
         if chosen is None:
             return None
         point, origin = chosen
+        with storage_named():
+            self._start_in_study(number, point, origin)
         self._remember(number, point)
-        self._start_in_study(number, point, origin)
         return Asked(number, point, origin)
 
     def again(self, asked: Asked) -> None:
@@ -118,11 +210,16 @@ class Search:
     def tell(self, record: TrialRecord) -> None:
         """Take in a finished trial and write it into the study."""
         self.records[record.number] = record
-        self._tell_study(record)
+        with storage_named():
+            self._tell_study(record)
 
     def _remember(self, number: int, point: Mapping[str, Any]) -> None:
-        self.seen[point_key(point)] = number
+        if number not in self.outside:
+            self.seen[point_key(point)] = number
         self._next = max(self._next, number + 1)
+
+    def _choose(self, number: int) -> tuple[Point, str] | None:
+        return self._first_unseen() or (self._enumerated() if self.enumerates else self._sampled(number))
 
     def _first_unseen(self) -> tuple[Point, str] | None:
         for point, origin in self.first:
@@ -152,9 +249,10 @@ class Search:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # `group` is still marked experimental
-            sampler = optuna.samplers.TPESampler(multivariate=True, group=True, seed=seed_for(self.seed, number, "tpe"))
+            sampler = optuna.samplers.TPESampler(**self.options, seed=seed_for(self.seed, number, "tpe"))
         study = optuna.create_study(directions=list(self.goals.directions), sampler=sampler)
-        study.add_trials([t for n in sorted(self.records) if self.records[n].point and (t := self._frozen(self.records[n])) is not None])
+        history = [self.records[n] for n in sorted(self.records.keys() - self.outside)]
+        study.add_trials([t for record in history if record.point and (t := self._frozen(record)) is not None])
         for _ in range(ASKS):
             trial = study.ask()
             point = suggest_point(trial, self.space)
@@ -162,7 +260,7 @@ class Search:
             if known is None:
                 return point
             record = self.records.get(known)
-            values = self.goals.values(record) if record is not None else None
+            values = self._values(record) if record is not None else None
             if record is None or values is None:
                 study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             else:
@@ -177,7 +275,7 @@ class Search:
         import optuna
 
         params, distributions = point_to_params(self.space, record.point)
-        values = self.goals.values(record)
+        values = self._values(record)
         if values is None:
             return optuna.trial.create_trial(state=optuna.trial.TrialState.PRUNED, params=params, distributions=distributions)
         constraints = dict(zip(self._constraint_names(record), self.goals.constraints(record), strict=True))
@@ -191,7 +289,7 @@ class Search:
         """Write a running trial with its whole point in one record, so that no kill leaves half of it."""
         import optuna
 
-        params, distributions = point_to_params(self.space, point) if point else ({}, {})
+        params, distributions = point_to_params(self.space, point) if point and number not in self.outside else ({}, {})
         attributes = {"point": dump_json(point, indent=None), "origin": origin}
         state = optuna.trial.TrialState.RUNNING
         self.study.add_trial(optuna.trial.create_trial(state=state, params=params, distributions=distributions, user_attrs=attributes))
@@ -204,17 +302,18 @@ class Search:
     def _tell_study(self, record: TrialRecord) -> None:
         import optuna
 
-        values = self.goals.values(record)
+        values = self._values(record)
         frozen = self.study.get_trials(deepcopy=False)[record.number]
         trial = optuna.trial.Trial(self.study, frozen._trial_id)  # noqa: SLF001 -- the only way to a running trial of a loaded study
-        trial.set_user_attr("status", record.reason)
+        trial.set_user_attr("status", record.reason if record.number not in self.outside else f"{record.reason}, outside the space")
         if record.message:
             trial.set_user_attr("message", record.message[:500])
         if values is None:
             self.study.tell(record.number, state=optuna.trial.TrialState.PRUNED)
             return
         for name, violation in zip(self._constraint_names(record), self.goals.constraints(record), strict=True):
-            trial.set_constraint(name, violation)
+            if name not in trial.constraints:  # set before the kill that cut this off
+                trial.set_constraint(name, violation)
         self.study.tell(record.number, list(values))
 
 
@@ -226,16 +325,37 @@ def is_measured(record: TrialRecord) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- storage
 
 
+@contextlib.contextmanager
+def storage_named() -> Iterator[None]:
+    """Turn an error of the study's storage into an `EnvironmentFault` in words. A disk's own errors (`OSError`) pass."""
+    import optuna
+
+    try:
+        yield
+    except Exception as error:
+        if not (isinstance(error, optuna.exceptions.OptunaError) or type(error).__module__.startswith("sqlalchemy")):
+            raise
+        raise EnvironmentFault(
+            "study", "the study's storage must answer", _first_line(error),
+            "Finished trials are in the run folder; see to the database, and the same command goes on.",
+        ) from error  # fmt: skip
+
+
+def _first_line(error: BaseException) -> str:
+    """What a storage says, and what was behind it."""
+    words = [str(e).strip().splitlines()[0] for e in (error, error.__cause__) if e is not None and str(e).strip()]
+    return "; ".join(dict.fromkeys(w[:300] for w in words)) or type(error).__name__
+
+
 def open_study(
-    run: Path, url: str | None, directions: Sequence[Literal["minimize", "maximize"]], metric_names: Sequence[str]
+    run: Path, url: str | None, directions: Sequence[Literal["minimize", "maximize"]], metric_names: Sequence[str], *, anew: bool = False
 ) -> tuple[optuna.Study, str]:
     """Open or make the sweep's study: a journal file in the run folder, or a database by URL. Returns it and a word on repairs.
 
-    Raises `EnvironmentFault` when the database can't be opened.
+    `anew`: an earlier study of this folder is thrown away. Raises `EnvironmentFault` when the database does not answer, `ConfigError`
+    when its URL makes no sense.
     """
     import optuna
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     word = ""
@@ -244,19 +364,26 @@ def open_study(
     if url is None:
         journal = run / JOURNAL_FILE
         word = drop_torn_tail(journal)
-        storage = JournalStorage(JournalFileBackend(str(journal), lock_obj=KernelLock(journal.with_suffix(".lock"))))  # type: ignore[arg-type] # acquire and release are all it asks for
     else:
         name = f"{STUDY_NAME}-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]}"
     try:
-        study = optuna.create_study(
-            study_name=name, storage=storage, directions=list(directions), sampler=optuna.samplers.RandomSampler(seed=0), load_if_exists=True
-        )
+        if url is None:
+            storage, unread = _journal_storage(journal)
+            word = unread or word
+        study = _loaded_or_made(name, storage, directions)
+        if anew and study.get_trials(deepcopy=False):  # of an earlier run in this folder, which was thrown away
+            optuna.delete_study(study_name=name, storage=storage)
+            return open_study(run, url, directions, metric_names)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # names for the dashboard only
-            study.set_metric_names(list(metric_names))
+            # With another number of objectives it is written anew. Each call adds to the journal, so only where there is something new.
+            if len(study.directions) == len(metric_names) and study.metric_names != list(metric_names):
+                study.set_metric_names(list(metric_names))
     except (OSError, ImportError, ValueError, optuna.exceptions.OptunaError) as error:
-        raise EnvironmentFault("study", "the study's storage must open", str(error).splitlines()[0]) from error
+        raise EnvironmentFault("study", "the study's storage must open", _first_line(error)) from error
     except Exception as error:  # SQLAlchemy has errors of its own, and is only there with a database
+        if type(error).__name__ in ("OperationalError", "DatabaseError", "InterfaceError"):
+            raise EnvironmentFault("study", "the study's storage must open", _first_line(error), "Is the database there?") from error
         if type(error).__module__.startswith("sqlalchemy"):
             text = str(error).splitlines()[0]
             raise ConfigError(
@@ -266,18 +393,102 @@ def open_study(
     return study, word
 
 
+def _journal_storage(journal: Path) -> tuple[optuna.storages.BaseStorage, str]:
+    """Open the journal. One whose lines make no sense together is set aside and begun anew; returns a word about that."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    def opened() -> optuna.storages.BaseStorage:
+        lock = KernelLock(journal.with_suffix(".lock"))
+        return JournalStorage(JournalFileBackend(str(journal), lock_obj=lock))  # type: ignore[arg-type] # acquire and release are all it asks for
+
+    try:
+        return opened(), ""
+    except OSError:
+        raise
+    except Exception as error:  # of many kinds: an operation, a state, a distribution that Optuna does not know
+        aside = journal.with_name(f"{journal.name}.damaged")
+        journal.replace(aside)
+        return opened(), f"{journal.name} could not be read ({type(error).__name__}: {_first_line(error)}) and was begun anew; {aside.name} keeps it"
+
+
+def _loaded_or_made(name: str, storage: Any, directions: Sequence[Literal["minimize", "maximize"]]) -> optuna.Study:
+    """The study of that name. It is not created over itself, as `load_if_exists` does: the journal would grow with each restart."""
+    import optuna
+
+    sampler = optuna.samplers.RandomSampler(seed=0)
+    try:
+        return optuna.load_study(study_name=name, storage=storage, sampler=sampler)
+    except KeyError:
+        return optuna.create_study(study_name=name, storage=storage, directions=list(directions), sampler=sampler)
+
+
+def rewrite_study(
+    run: Path,
+    url: str | None,
+    directions: Sequence[Literal["minimize", "maximize"]],
+    metric_names: Sequence[str],
+    fill: Callable[[optuna.Study], None],
+) -> optuna.Study:
+    """Put a new study, filled by `fill`, in place of the sweep's; the journal file at once, in a database step by step."""
+    import optuna
+
+    if url is not None:
+        old, _ = open_study(run, url, directions, metric_names)
+        optuna.delete_study(study_name=old.study_name, storage=url)
+        study, _ = open_study(run, url, directions, metric_names)
+        fill(study)
+        return study
+    place = run / f".{JOURNAL_FILE}.new"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    study, _ = open_study(place, None, directions, metric_names)
+    fill(study)
+    (place / JOURNAL_FILE).replace(run / JOURNAL_FILE)
+    sync_folder(run)
+    shutil.rmtree(place, ignore_errors=True)
+    return open_study(run, None, directions, metric_names)[0]
+
+
 def drop_torn_tail(journal: Path) -> str:
-    """Cut an unfinished last line off an append-only file; returns a word about it, empty when all was whole."""
+    """Cut an append-only file of JSON lines before its first line that is none; returns a word about it, empty when all was whole.
+
+    A killed writer leaves half of its last line, a machine that lost power zeros. When more than that is cut, a copy of the whole
+    file stays beside it; what it told of is in the records of the trials.
+    """
     if not journal.exists():
         return ""
     data = journal.read_bytes()
-    if not data or data.endswith(b"\n"):
+    keep = 0
+    for line in data.splitlines(keepends=True):
+        if not _is_entry(line):
+            break
+        keep += len(line)
+    if keep == len(data):
         return ""
-    keep = data.rfind(b"\n") + 1
+    lost = data[keep:]
+    more = len(lost.rstrip(b"\n").split(b"\n")) > 1
+    if more:
+        write_durably(journal.with_name(f"{journal.name}.damaged"), data)
     with journal.open("r+b") as file:
         file.truncate(keep)
         os.fsync(file.fileno())
-    return f"dropped an unfinished last line of {len(data) - keep} bytes from {journal.name}"
+    what = "everything after its first damaged line" if more else "an unfinished last line"
+    return f"dropped {what} ({len(lost)} bytes) from {journal.name}" + (f"; {journal.name}.damaged keeps it as it was" if more else "")
+
+
+def _is_entry(line: bytes) -> bool:
+    """Whether a line of the journal is whole: a JSON object, its line end included."""
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _ids(numbers: Sequence[int]) -> str:
+    """Trials by their names, the first few of many."""
+    shown = ", ".join(f"t-{n:04d}" for n in numbers[:5])
+    return shown + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
 
 
 class KernelLock:

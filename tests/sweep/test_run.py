@@ -147,7 +147,7 @@ def test_changed_data_under_the_same_name_are_refused(finished: SweepResult, dig
 def test_a_second_sweep_into_the_same_folder_is_refused_by_name(finished: SweepResult, digits: Path, sweep_of: SweepOf) -> None:
     from autotune.sweep.interrupts import one_writer
 
-    with one_writer(finished.run), pytest.raises(EnvironmentFault, match=rf"held by pid {os.getpid()} since"):
+    with one_writer(finished.run), pytest.raises(EnvironmentFault, match=rf"held by pid {os.getpid()} on \S+ since"):
         run(sweep_of(digits), finished.run)
 
 
@@ -249,31 +249,13 @@ def wait_for_trials(out: Path, count: int, *, timeout_s: float = 120.0) -> None:
         time.sleep(0.1)
 
 
-RAYS_AGENTS = ("DashboardAgent", "RuntimeEnvAgent")  # of a killed driver: they notice after a minute, hold nothing and then leave
-
-
-def none_left(out: Path, *, timeout_s: float = 20.0, but: tuple[str, ...] = ()) -> bool:
+def none_left(out: Path, *, timeout_s: float = 20.0) -> bool:
     deadline = time.monotonic() + timeout_s
-    while [p for p in processes_of(out) if not any(name in p for name in but)]:
+    while processes_of(out):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
     return True
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_saves_says_how_to_resume_and_leaves_no_process(started: tuple[subprocess.Popen[str], Path], number: int) -> None:
-    process, out = started
-    wait_for_trials(out, 1)
-
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
-
-    assert process.returncode == 130
-    assert "Resume with the same command" in output
-    assert json.loads((out / "result.json").read_text())["status"] == "interrupted"
-    assert json.loads((out / "best_so_far.json").read_text())["best"]
-    assert none_left(out), processes_of(out)
 
 
 def test_a_killed_sweep_goes_on_where_it_was(started: tuple[subprocess.Popen[str], Path], digits: Path) -> None:
@@ -283,7 +265,7 @@ def test_a_killed_sweep_goes_on_where_it_was(started: tuple[subprocess.Popen[str
 
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    gone = none_left(out, but=RAYS_AGENTS)
+    gone = none_left(out)
     result = run(json.loads((out.parent / "sweep.json").read_text()), out)
 
     assert gone, processes_of(out)

@@ -198,7 +198,7 @@ def test_a_torn_last_line_of_the_journal_is_dropped_with_a_word(tmp_path: Path) 
 
     study, word = open_study(tmp_path / "s", None, DIRECTIONS, ["latency", "accuracy"])  # type: ignore[arg-type] # two literals
 
-    assert "dropped an unfinished last line of 20 bytes" in word
+    assert "dropped an unfinished last line (20 bytes)" in word
     assert len(study.trials) == 3
     assert journal.read_bytes().startswith(whole)
 
