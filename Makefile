@@ -2,6 +2,7 @@
 # make test    install with what developers need and run the tests
 # make check   all that CI runs: tests, lint, types, floors, the built wheel, the examples
 # make slow    the tests that take longer than half a minute each
+# make faults  all tests that inject faults, slow ones too, with the table of faults (docs/reliability.md)
 # make clean   remove what these made
 #
 # Needs Python 3.11 or later with its venv module, and make. PYTHON=python3.12 takes another interpreter, VENV=DIR another place.
@@ -17,7 +18,7 @@ BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check quality lint types floors wheel examples slow pins clean
+.PHONY: demo test check quality lint types floors wheel examples slow faults pins clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/autotune demo --out demo
@@ -27,6 +28,9 @@ test: $(VENV)/.installed
 
 slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -m slow
+
+faults: $(VENV)/.installed
+	$(BIN)/python -m pytest -q tests/faults
 
 check: test quality
 

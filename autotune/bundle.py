@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ ANYWHERE, SAME_MACHINE_CLASS = "any", "same machine class"
 
 README = """# {id}
 
-{verdict}
+{verdict}{warning}
 
 Run it (onnxruntime and numpy; from this folder):
 
@@ -50,6 +50,21 @@ Files: `bundle.json` what this is and the SHA-256 of every file; `model/` the mo
 read-back; `io.json` inputs and outputs; `recipe.yaml` the passes with every parameter; `evidence/` raw samples behind each number;
 `env.json` the machine and versions; `sample/` inputs with expected outputs. `autotune verify FOLDER` checks all of it.
 """
+
+
+VERIFIED, NOT_REPRODUCED = "verified", "not-reproduced"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What came out when the bundle's own bytes were scored and timed once more: in words what differs, the figures, and their raw samples."""
+
+    differs: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    evidence: Mapping[str, Path] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"status": NOT_REPRODUCED if self.differs else VERIFIED, "differs": list(self.differs), **self.facts}
 
 
 def make_samples(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,11 +105,13 @@ def write_bundle(
     evidence: Mapping[str, Path],
     runner: StageRunner,
     limits: StageLimits,
+    prove: Callable[[ONNXModelHandler], Proof] | None = None,
 ) -> dict[str, Any]:
     """Write the bundle of a measured model into `folder` (replaced at the end) and return the content of `bundle.json`.
 
-    `evidence` maps names in the bundle to files of the run. Raises `VerificationError` when the model's bytes are no longer those
-    measured, or its samples can't be run.
+    `evidence` maps names in the bundle to files of the run. `prove` measures the model once more as it stands in the bundle, by the settings
+    that the bundle holds, before anything is called a bundle; where that differs the bundle says so, and `verify` fails. Raises
+    `VerificationError` when the model's bytes are no longer those measured, or its samples can't be run.
     """
     building = folder.with_name(f".{folder.name}.building")
     shutil.rmtree(building, ignore_errors=True)
@@ -119,23 +136,29 @@ def write_bundle(
         if (fault := fault_in(f"{outcome.message}\n{outcome.output_tail}", folder.parent)) is not None:
             raise fault
         raise VerificationError("bundle", "the delivered model must run its samples", f"{outcome.cause}: {outcome.message}")
+    session = session_document(model.session, outcome.value)
+    proof = None
+    if prove is not None:
+        written = json.loads(dump_json(session))
+        proof = prove(ONNXModelHandler.from_folder(building / "model", session=_settings_in(written)))
+        evidence = {**evidence, **proof.evidence}
     for name, source in evidence.items():
         target = building / "evidence" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
-    session = session_document(model.session, outcome.value)
     documents = {
         "session.json": dump_json(session),
         "io.json": dump_json({**model.io.to_json(), "batch_size": batch_size, "opset": model.opset}),
         "recipe.yaml": yaml.safe_dump(json.loads(canonical(recipe)), sort_keys=False, allow_unicode=True, width=120),
         "env.json": dump_json(surroundings().to_json()),
-        "README.md": README.format(id=summary["id"], verdict=summary["verdict"]),
+        "README.md": README.format(id=summary["id"], verdict=summary["verdict"], warning=_warning(proof)),
         "MODEL_CARD.md": model_card(summary, recipe),
     }
     for name, text in documents.items():
         (building / name).write_text(text, encoding="utf-8")
     content = {
         "schema": SCHEMA, **summary, "model_digest": model_digest, "samples": outcome.value["samples"],
+        "delivery": proof.to_json() if proof else None,
         "files": {name: _file_facts(building, name) for name in files_under(building)},
     }  # fmt: skip
     content["self"] = digest_of(content)
@@ -147,6 +170,16 @@ def write_bundle(
     building.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
     return content
+
+
+def _warning(proof: Proof | None) -> str:
+    return f"\n\n**Not verified; do not deploy it.** {'; '.join(proof.differs)}." if proof and proof.differs else ""
+
+
+def _settings_in(document: Mapping[str, Any]) -> SessionSettings:
+    """Session settings from the content of a `session.json`."""
+    known = SessionSettings().to_json()
+    return SessionSettings.from_json({k: v for k, v in document.items() if k in known})
 
 
 def session_document(settings: SessionSettings, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +204,11 @@ def _file_facts(folder: Path, name: str) -> dict[str, Any]:
 
 def model_card(summary: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
     """A short model card in Markdown: what, how well, how made, limits."""
-    rows = "\n".join(f"| {name} | {_number(value)} | {_number(summary['baseline'].get(name))} |" for name, value in summary["metrics"].items())
+    table = [(name, value, summary["baseline"].get(name)) for name, value in summary["metrics"].items()]
+    if summary.get("holdout"):  # first: no choice was made on these rows
+        name = f"{summary['metric']}, {summary['holdout']['samples']} held-out rows"
+        table.insert(0, (name, summary["holdout"], summary["baseline_holdout"]))
+    rows = "\n".join(f"| {name} | {_number(value)} | {_number(base)} |" for name, value, base in table)
     passes = "\n".join(f"{i}. {s['pass']}" for i, s in enumerate(recipe["passes"], 1)) or "none: this is the untouched model"
     return f"""# Model card
 
@@ -214,8 +251,7 @@ def run_samples(args: Mapping[str, Any]) -> dict[str, Any]:
     """Stage: load a bundle's model as its session.json says, run the samples, compare, read the settings back."""
     folder = Path(args["bundle"])
     document = json.loads((folder / "session.json").read_text())
-    known = SessionSettings().to_json()
-    settings = SessionSettings.from_json({k: v for k, v in document.items() if k in known})
+    settings = _settings_in(document)
     session = create_session(folder / "model" / MODEL_FILE, settings)
     names = [o.name for o in session.get_outputs()]
     inputs = {i.name: i.type for i in session.get_inputs()}
@@ -247,6 +283,23 @@ def verify_bundle(folder: Path) -> list[Check]:
 
     Raises `VerificationError` when the folder is no bundle at all.
     """
+    checks, content = _check_bytes(folder)
+    if any(c.state == "failed" for c in checks):
+        return checks  # what is not what it says it is isn't loaded
+    delivery = content.get("delivery")
+    if delivery:
+        differs = "; ".join(str(d) for d in delivery["differs"])
+        checks.append(Check("delivery", "failed" if differs else "ok", differs or "measured again as it stands here: as it was measured before"))
+    return [*checks, *_check_running(folder, int(content["samples"]))]
+
+
+def damage(folder: Path) -> list[str]:
+    """Say what of a bundle's bytes is not as it was written; empty for a whole one. Raises `VerificationError` when the folder is no bundle."""
+    return [c.message for c in _check_bytes(folder)[0] if c.state == "failed"]
+
+
+def _check_bytes(folder: Path) -> tuple[list[Check], dict[str, Any]]:
+    """Check schema and every byte; also the content of `bundle.json`, to be used only when nothing failed."""
     path = folder / BUNDLE_FILE
     if not path.is_file():
         raise VerificationError(
@@ -257,18 +310,15 @@ def verify_bundle(folder: Path) -> list[Check]:
         content = json.loads(raw)
         described = {k: v for k, v in content.items() if k != "self"}
         intact = content["self"] == digest_of(described) and dump_json(content).encode() == raw
-        schema, files, samples = content["schema"], content["files"], int(content["samples"])
+        schema, files, _ = content["schema"], content["files"], int(content["samples"])
         expected = {str(n): (int(f["size"]), str(f["sha256"])) for n, f in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return [Check("bundle.json", "failed", f"{BUNDLE_FILE} is damaged: {error}")]
+        return [Check("bundle.json", "failed", f"{BUNDLE_FILE} is damaged: {error}")], {}
     if not intact:
-        return [Check("bundle.json", "failed", f"{BUNDLE_FILE} has changed since it was written")]
+        return [Check("bundle.json", "failed", f"{BUNDLE_FILE} has changed since it was written")], {}
     if str(schema).partition(".")[0] != SCHEMA.partition(".")[0]:
-        return [Check("schema", "failed", f"schema {schema} is not one of {SCHEMA.partition('.')[0]}.x; use the version that wrote it")]
-    checks = [Check("bundle.json", "ok", f"schema {schema}, intact"), *_check_files(folder, expected)]
-    if any(c.state == "failed" for c in checks):
-        return checks  # what is not what it says it is isn't loaded
-    return [*checks, *_check_running(folder, samples)]
+        return [Check("schema", "failed", f"schema {schema} is not one of {SCHEMA.partition('.')[0]}.x; use the version that wrote it")], {}
+    return [Check("bundle.json", "ok", f"schema {schema}, intact"), *_check_files(folder, expected)], content
 
 
 def _check_files(folder: Path, expected: Mapping[str, tuple[int, str]]) -> list[Check]:

@@ -16,7 +16,7 @@ from autotune import __version__
 from autotune.errors import AutotuneError, ConfigError, EnvironmentFault, nearest
 from autotune.sweep.streams import silence, take_any_text, write_line
 
-EPILOG = "Exit status: 0 delivered, 2 bad input, 3 environment, 4 no feasible model, 5 verification failed, 130 interrupted."
+EPILOG = "Exit status: 0 delivered, 2 bad input, 3 environment, 4 no feasible model, 5 not reproduced or not verified, 130 interrupted."
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -32,17 +32,18 @@ from autotune.sweep_text import Places, Steps, read_text, read_yaml, where, writ
 from autotune.target import ACCELERATOR_OF, SHORT_PROVIDER_NAMES, Target, effective_cpus
 
 SCHEMA_VERSION = 1
-_DURATION = {"s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+_DURATION = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _SIZE = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_DURATION_PATTERN = r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*"
+_DURATION_PATTERN = r"\s*(\d+(?:\.\d+)?)\s*(ms|[smh]?)\s*"
+_PERCENT_PATTERN, _POINTS_PATTERN = r"\s*(\d+(?:\.\d+)?)\s*%\s*", r"\s*(\d+(?:\.\d+)?)\s*pts?\s*"
 _SIZE_PATTERN = rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_SIZE)})\s*"
 
 
 def seconds(text: str) -> float:
-    """Read a duration such as `45m`, `1.5h`, `30s` or plain seconds; raises `ValueError` in words."""
+    """Read a duration such as `45m`, `1.5h`, `30s`, `10ms` or plain seconds; raises `ValueError` in words."""
     match = re.fullmatch(_DURATION_PATTERN, text)
     if not match or not 0 < float(match[1]) < math.inf:
-        raise ValueError(f"a duration must be a number above 0 with s, m or h, such as 45m; got {text!r}")
+        raise ValueError(f"a duration must be a number above 0 with ms, s, m or h, such as 45m; got {text!r}")
     return float(match[1]) * _DURATION[match[2]]
 
 
@@ -52,6 +53,22 @@ def size_bytes(text: str) -> int:
     if not match or not 0 < float(match[1]) * _SIZE[match[2]] < 2**63:
         raise ValueError(f"a size must be a number above 0 with a unit ({', '.join(_SIZE)}), such as 8GB; got {text!r}")
     return int(float(match[1]) * _SIZE[match[2]])
+
+
+def percent(text: str) -> float:
+    """Read a share of a value such as `3%`, as a number from 0 to below 1; raises `ValueError` in words."""
+    match = re.fullmatch(_PERCENT_PATTERN, text)
+    if not match or not 0 <= float(match[1]) < 100:
+        raise ValueError(f"it must be from 0 % to below 100 %, such as 3%; got {text!r}")
+    return float(match[1]) / 100
+
+
+def points(text: str) -> float:
+    """Read points of a score such as `0.3pt`, as a share from 0 to below 1; raises `ValueError` in words."""
+    match = re.fullmatch(_POINTS_PATTERN, text)
+    if not match or not 0 <= float(match[1]) < 100:
+        raise ValueError(f"it must be from 0 to below 100 points, such as 0.3pt; got {text!r}")
+    return float(match[1]) / 100
 
 
 def _in_unit(units: str) -> BeforeValidator:
@@ -71,6 +88,13 @@ def _readable_by(read: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _nodes_required(value: Any) -> Any:
+    share = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+    if value not in ("primary", "all") and not share:
+        raise ValueError(f"it must be primary, all, or a share of the nodes above 0 and up to 1; got {value!r}")
+    return value
+
+
 # Nothing is turned into another type: "30" is no number, 2.0 is not 2, true is not 1.
 Text = Annotated[str, Field(min_length=1)]
 Whole = Annotated[int, Strict()]
@@ -79,8 +103,23 @@ Flag = Annotated[bool, Strict()]
 Duration = Annotated[
     str, _in_unit("s m"), _readable_by(seconds), WithJsonSchema({"type": "string", "pattern": f"^{_DURATION_PATTERN}$", "examples": ["45m"]})
 ]
+RequiredNodes = Annotated[
+    str | float, BeforeValidator(_nodes_required),
+    WithJsonSchema({"anyOf": [{"enum": ["primary", "all"]}, {"type": "number", "exclusiveMinimum": 0, "maximum": 1}]}),
+]  # fmt: skip
+Pause = Annotated[
+    str, _in_unit("ms s"), _readable_by(seconds), WithJsonSchema({"type": "string", "pattern": f"^{_DURATION_PATTERN}$", "examples": ["10ms"]})
+]
 Size = Annotated[
     str, _in_unit("MB GB"), _readable_by(size_bytes), WithJsonSchema({"type": "string", "pattern": f"^{_SIZE_PATTERN}$", "examples": ["8GB"]})
+]
+
+
+Percent = Annotated[
+    str, _in_unit("%"), _readable_by(percent), WithJsonSchema({"type": "string", "pattern": f"^{_PERCENT_PATTERN}$", "examples": ["3%"]})
+]
+Points = Annotated[
+    str, _in_unit("pt"), _readable_by(points), WithJsonSchema({"type": "string", "pattern": f"^{_POINTS_PATTERN}$", "examples": ["0.3pt"]})
 ]
 
 
@@ -128,6 +167,9 @@ class TargetSection(_Section):
     ep: Text = Field("CPUExecutionProvider", description="execution provider, by its full or short name (cpu, cuda, ...)")
     threads: Whole | None = Field(None, ge=1, description="threads of one run; not given: all that this process may use, and searchable")
     batch_size: Whole = Field(1, ge=1, description="examples in one run")
+    require_ep: RequiredNodes = Field(
+        "primary", description="which nodes must run on ep: primary (some), all, or a share such as 0.9; a candidate with fewer is invalid"
+    )
 
     @field_validator("ep")
     @classmethod
@@ -235,12 +277,36 @@ class ValidationSection(_Section):
     waive: list[Text] = Field(default_factory=list, description="rules to set aside, by id; `autotune plan` names those at work")
 
 
+class EpsSection(_Section):
+    """Differences that are worth nothing in the choice: models that differ by less count as tied."""
+
+    latency: Percent = Field("3%", description="of latency and throughput, relative")
+    score: Points = Field("0.3pt", description="of the score: points for shares, hundredths of the baseline's value for others")
+
+
 class MeasureSection(_Section):
     """How latency is measured; see docs/measuring.md."""
 
     max_time: Duration = Field("3s", description="longest time for one candidate's latency")
     final_time: Duration = Field("10s", description="the same for a finalist, measured afresh")
+    final_budget: Duration = Field(
+        "2m", description="longest time for timing again, in turns, those whose place on the front is not settled; final_time for one of them at most"
+    )
+    eps: EpsSection = EpsSection()
     ratio_width: Number = Field(0.01, gt=0, description="stop when the 95 % interval of the ratio to the baseline is this narrow, relative")
+    looks: Flag | None = Field(
+        None,
+        description="score candidates in looks at 2, 5, 10, 20 and 40 % of the rows, and stop when the outcome over all is certain; "
+        "not given: with 200 search rows or more",
+    )
+    pattern: Literal["steady", "paced", "cold"] = Field(
+        "steady", description="how runs follow each other: at once; one every interval; or each the first of a fresh session"
+    )
+    interval: Pause | None = Field(None, description="time from one paced run to the next, such as 10ms")
+    concurrency: Whole = Field(1, ge=1, le=1024, description="threads that share a session for throughput; latency is that of one run at a time")
+    clock: Literal["wall", "cpu"] = Field(
+        "wall", description="what times a run: elapsed time, or the CPU time of one thread, which a busy machine disturbs less"
+    )
     measurer: Text | None = Field(None, description="script.py:function that times models in place of autotune, such as on a device in the network")
 
     @field_validator("measurer")
@@ -249,6 +315,21 @@ class MeasureSection(_Section):
         if value is not None and not script_of(value):
             raise ValueError(f"a measurer must be script.py:function; got {value!r}")
         return value
+
+    @model_validator(mode="after")
+    def _one_way_of_timing(self) -> MeasureSection:
+        if self.interval is not None and self.pattern != "paced":
+            raise _misplaced("interval is for paced runs. Write pattern: paced too, or leave interval out", "interval")
+        if self.interval is None and self.pattern == "paced":
+            raise _misplaced("paced runs need an interval. Write interval: 10ms, for example", "pattern")
+        if self.concurrency > 1 and self.pattern == "cold":
+            raise _misplaced("cold runs are made one at a time. Leave concurrency out, or take another pattern", "concurrency")
+        if self.concurrency > 1 and self.clock == "cpu":
+            raise _misplaced("CPU time can't tell the throughput of several threads. Leave concurrency out, or write clock: wall", "concurrency")
+        for name in ("pattern", "concurrency", "clock") if self.measurer is not None else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise _misplaced(f"{name} is for timing by autotune, and measurer names a function that times instead. Leave one of them out", name)
+        return self
 
 
 class SweepConfig(_Section):
@@ -282,6 +363,15 @@ class SweepConfig(_Section):
         for number, name in enumerate(names):
             if name in names[:number]:
                 raise _misplaced(f"slots need different names: {name} is there more than once; give each a `slot:`", "chain", number)
+        return self
+
+    @model_validator(mode="after")
+    def _cpu_time_of_one_thread(self) -> SweepConfig:
+        if self.measure.clock == "cpu":
+            if self.target.ep != "CPUExecutionProvider":
+                raise _misplaced(f"CPU time can't tell how long {self.target.ep} takes. Write clock: wall", "measure", "clock")
+            if self.target.threads != 1:
+                raise _misplaced("CPU time stands for the time of a run on one thread only. Write target: {threads: 1} too", "measure", "clock")
         return self
 
     def to_json(self) -> dict[str, Any]:

@@ -327,6 +327,7 @@ def feasible(judgements: Iterable[Judgement], *, strict: bool = False) -> bool:
 
 
 NOT_MEASURED_VIOLATION = 0.1
+POWER = 1 + 0.8416 / 1.96  # half-widths between estimate and limit, for a verdict that more samples settle in four of five cases
 LARGEST_VIOLATION = 1e6
 
 
@@ -373,13 +374,17 @@ def _scale(constraint: Constraint, baseline: MetricValue | None) -> float:
 
 
 def _needed(margin: Interval, value: MetricValue, baseline: MetricValue | None) -> str:
-    """Estimate how many more samples would bring the interval's end to the limit: its half-width shrinks as one over their root."""
+    """Estimate how many more samples would settle it in four of five cases, if the truth is the estimate.
+
+    The half-width shrinks as one over the root of the samples; it must leave room for a new estimate that falls short by .84 of its own
+    standard errors, of which the half-width is 1.96.
+    """
     room = abs(margin.value)
     half = margin.value - margin.low if margin.value >= 0 else margin.high - margin.value
     many, one = ("runs", "run") if kind_of(value.unit) in ("time", "bytes", "rate") else ("rows", "row")
     if not math.isfinite(half) or value.samples <= 0:
         return f"more {many} would narrow the interval"
-    times = (half / room) ** 2 if room > 0 else math.inf
+    times = (POWER * half / room) ** 2 if room > 0 else math.inf
     if value.samples * times > 1e7:
         return f"the estimate lies on the limit: no practical number of {many} would settle it"
     more = _round_up(max(1, math.ceil(value.samples * (times - 1))))

@@ -39,7 +39,8 @@ class MetricValue:
     """One metric of one model: the value itself, and the paired comparison with the baseline where there is one.
 
     `ratio` (value / baseline) and `delta` (value - baseline) come from paired samples: judge limits relative to the baseline
-    on them, never on two separate intervals. `samples` counts runs (latency) or examples (accuracy).
+    on them, never on two separate intervals. `samples` counts runs (latency) or examples (accuracy), `units` the values that the interval
+    of the comparison rests on: session pairs, examples; 0 where that is not told.
     """
 
     value: float
@@ -50,6 +51,7 @@ class MetricValue:
     delta: Interval | None = None
     samples: int = 0
     method: str = ""
+    units: int = 0
 
     @property
     def interval(self) -> Interval:
@@ -63,7 +65,7 @@ class MetricValue:
         paired = {k: Interval.from_json(data[k]) if data.get(k) else None for k in ("ratio", "delta")}
         return cls(
             value=_number(data["value"]), low=_number(data["low"]), high=_number(data["high"]), unit=data.get("unit", ""),
-            samples=int(data.get("samples", 0)), method=data.get("method", ""), **paired,
+            samples=int(data.get("samples", 0)), method=data.get("method", ""), units=int(data.get("units", 0)), **paired,
         )  # fmt: skip
 
 
@@ -136,6 +138,7 @@ class TrialRecord:
     work_s: float = 0.0  # of these, what the stages' own functions took inside their child processes
     output: str = ""  # the last lines that the stage printed in which the trial ended, when it did not end well
     attempts: int = 1
+    rungs: tuple[Mapping[str, Any], ...] = ()  # of the ladder of cheaper answers: where it took one, what that saved, where it ended
 
     @property
     def id(self) -> str:
@@ -144,6 +147,11 @@ class TrialRecord:
     @property
     def measured(self) -> bool:
         return bool(self.metrics) and self.status in (Status.OK, Status.INFEASIBLE, Status.UNDECIDED)
+
+    @property
+    def partial(self) -> bool:
+        """Whether its score is that of some of the rows only: the rest could not have changed how it ends."""
+        return any(r["rows"] < r["of"] for r in self.rungs if "rows" in r)
 
     @property
     def reason(self) -> str:
@@ -157,7 +165,7 @@ class TrialRecord:
             "metrics": {k: v.to_json() for k, v in self.metrics.items()}, "constraints": [dict(c) for c in self.constraints],
             "stages": [s.to_json() for s in self.stages], "model_digest": self.model_digest, "session": dict(self.session),
             "unchanged": self.unchanged, "shares_with": self.shares_with, "seconds": self.seconds, "work_s": self.work_s,
-            "output": self.output, "attempts": self.attempts,
+            "output": self.output, "attempts": self.attempts, "rungs": [dict(r) for r in self.rungs],
         }  # fmt: skip
 
     @classmethod
@@ -168,4 +176,5 @@ class TrialRecord:
         known["metrics"] = {k: MetricValue.from_json(v) for k, v in data["metrics"].items()}
         known["constraints"] = tuple(data["constraints"])
         known["stages"] = tuple(StageRecord.from_json(s) for s in data["stages"])
+        known["rungs"] = tuple(data.get("rungs", ()))
         return cls(**known)

@@ -33,7 +33,7 @@ from autotune.constraints import (
 from autotune.digest import canonical
 from autotune.errors import AutotuneError
 from autotune.records import Interval, MetricValue, Status, TrialRecord
-from autotune.selection import PICKS, verdict_sentence
+from autotune.selection import PICKS, State, verdict_sentence
 
 __all__ = ["clean", "print_report", "render_report", "scatter", "verdict_sentence"]
 
@@ -41,6 +41,7 @@ RunSummary = Mapping[str, Any]
 
 NARROW = 76  # below this many columns the tables become lists
 LONGEST = 240  # characters of one message
+LISTED = 5  # names in one sentence
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-_]|\x9b[0-?]*[ -/]*[@-~]")
 _ASCII = str.maketrans({
     "→": "->", "×": "x", "±": "+/-", "−": "-", "…": "...", "µ": "u", "μ": "u", "≤": "<=", "≥": ">=", "·": "-", "—": "-", "–": "-",
@@ -147,9 +148,6 @@ class _Page:
 
     def verdict(self) -> None:
         self.say(self.summary.get("verdict") or f"The sweep ended: {self.summary.get('status', 'no status')}.")
-        facts = [self._baseline_words(name) for name in self.names]
-        if facts:
-            self.say(f"Baseline: {', '.join(facts)}")
         holdout = self.best.get("holdout")
         if holdout:
             value = _metric(holdout)
@@ -162,6 +160,9 @@ class _Page:
             if self.best.get("settled_on_all_rows"):
                 rows = "rows that were also used, once, to settle this candidate"
             self.say(f"On the hold-out, {value.samples:,} {rows}: {name} {shown(value.value, value.unit)}{change}")
+        facts = [self._baseline_words(name) for name in self.names]
+        if facts:
+            self.say(f"Baseline: {', '.join(facts)}")
         whole = self.best.get("baseline_all_rows")
         mine = _metrics(self.best.get("metrics")).get(self.score)
         if whole and mine is not None and mine.samples == _metric(whole).samples:
@@ -177,6 +178,7 @@ class _Page:
             if self.summary.get("seconds") is not None:
                 line += f"; {_duration(float(self.summary['seconds']))}"
             self.say(line)
+        self.say((self.summary.get("ledger") or {}).get("words", ""))
 
     def _baseline_words(self, name: str) -> str:
         value = self.baseline[name]
@@ -202,7 +204,32 @@ class _Page:
             rows.append([head, *(self._against_baseline(record, n) for n in self.names), _worst_verdict(record.constraints), _chain(record)])
         self.table(columns, rows)
         self.say("* delivered" if self.best.get("id") in {r.id for r in members} else "")
+        self._certainty()
         self._scatter(members)
+
+    def _certainty(self) -> None:
+        """Say how sure the front is, what counts for nothing, and what was spent to settle it."""
+        membership: Mapping[str, Any] = self.summary.get("membership") or {}
+        open_ = {i: m for i, m in membership.items() if m.get("state") == State.AMBIGUOUS and m.get("layer")}
+        by_state = {state: [i for i, m in membership.items() if m.get("state") == state] for state in State}
+        parts = [f"certain: {_named(by_state[State.CERTAIN])}"] if by_state[State.CERTAIN] else []
+        parts += [f"tied within the tolerance: {_named(by_state[State.TIED])}"] if by_state[State.TIED] else []
+        parts += [f"no better than another but for the tolerance: {_named(by_state[State.COVERED])}"] if by_state[State.COVERED] else []
+        parts += [f"not resolved: {_named(open_)}"] if open_ else []
+        if not parts:
+            return
+        eps: Mapping[str, Any] = self.summary.get("eps") or {}
+        tolerance = f" (differences below {eps['latency'] * 100:.3g} % of latency and {eps['score'] * 100:.3g} pt count for nothing)" if eps else ""
+        self.say(f"On the front, with 95 % for all together, {'; '.join(parts)}{tolerance}")
+        for trial, place in list(open_.items())[:LISTED]:
+            told = ", ".join(place.get("open") or ()) or "nothing that more samples could tell"
+            self.say(f"{trial} may be beaten by {_named(place.get('rivals') or ())}; open: {told}", indent="  ", hang="  ")
+        spent = self.summary.get("resolution")
+        if spent:
+            self.say(
+                f"{len(spent['turns'])} models were timed again in turns to settle it: {_duration(float(spent['seconds']))} of at most "
+                f"{_duration(float(spent['budget_s']))}"
+            )
 
     def _against_baseline(self, record: TrialRecord, name: str) -> str:
         value = record.metrics.get(name)
@@ -442,6 +469,11 @@ def _metrics(values: Mapping[str, Any] | None) -> dict[str, MetricValue]:
 
 def _column(name: str, baseline: MetricValue) -> str:
     return {"latency": "latency p50"}.get(name, name) if baseline else name
+
+
+def _named(trials: Iterable[str]) -> str:
+    names = list(trials)
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
 
 def _chain(record: TrialRecord) -> str:

@@ -1,14 +1,21 @@
 """Choose: who is feasible, who is on the front, which are ties, and which one is delivered. Plain functions of finished records.
 
 How models are compared. Latency, throughput, memory and size by their ratio to the baseline (on a log scale), scores by their difference
-from it: paired values with their intervals. One model is **better beyond doubt** in an objective when the intervals do not overlap and the
-estimates differ by more than the tolerance (3 % of latency, 0.3 points of a score; finer differences are not worth a more complex model).
+from it: paired values with their intervals. These are widened (`widened`) so that the intervals of all candidates in all objectives hold
+*together* with 95 % (Bonferroni): the box of a model. One model is **better beyond doubt** in an objective when the boxes do not overlap there
+and the estimates differ by more than the tolerance (3 % of latency, 0.3 points of a score; finer differences are not worth a more complex model).
 
 * A feasible model is **off the front** when some other is no worse in every objective by estimate, and better beyond doubt in one.
   So doubt never puts a model off the front, and a model that is only slower, by more than noise, is never on it.
 * Two models **tie** when neither is better beyond doubt in any objective. Ties on the front form groups: the simplest member stands for the
   group. The untouched model is the simplest, then come those certain of every constraint, then fewer passes, fewer values that
   are not the default, the better sum of estimates in units of the tolerances, the lower trial number.
+* A feasible model's **membership** says how sure its place is. *excluded*: the box of some other is no worse in every objective and better in one.
+  *certain*: no box allows another to be no worse in every objective and better by more than the tolerance in one. *covered*: some other is,
+  for sure, worse in no objective by more than the tolerance. *tied*: those that may beat it overlap with it, and all these boxes are
+  narrower than the tolerance. *ambiguous*: the rest, not resolved. So with 95 % no true member of the front is excluded, and nobody certain or
+  tied is truly beaten by more than the tolerance, or by twice that. The front that is shown goes by estimates, as above; it may hold
+  ambiguous members and leave out others, and both are named.
 * A **pick** looks at the members of the front within the tolerance of the best estimate (or in a tie with it), drops those that
   another of them beats beyond doubt in another objective, and takes the simplest. Whoever does not beat the untouched model beyond doubt in
   any objective is never picked before it.
@@ -16,6 +23,7 @@ estimates differ by more than the tolerance (3 % of latency, 0.3 points of a sco
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.benchmarks.statistics import CONFIDENCE, normal_quantile, student_t_quantile
 from autotune.constraints import (
     SCORE,
     Constraint,
@@ -46,14 +55,17 @@ from autotune.constraints import (
 )
 from autotune.digest import canonical
 from autotune.errors import ConfigError, nearest
-from autotune.pareto import hypervolume, knee
+from autotune.pareto import hypervolume, knee, pareto_front
 from autotune.records import Interval, MetricValue, Status, TrialRecord
 
 PICKS = ("fastest", "most_accurate", "smallest", "knee", "nearest_to_baseline")
 UNTOUCHED = "untouched"  # origin of the trial that measures the baseline itself
 DEFAULT = "default"  # origin of the trial with every parameter at its default
+EPS_LATENCY = 0.03  # finer differences are not worth a more complex model: of latency, relative,
+EPS_SCORE = 0.003  # and of a score
 EPS_SIZE = 0.005  # size has no noise; half a per cent of it is still nothing to choose by
 NEAR_MISSES = 5
+RIVALS_NAMED = 5  # of one model
 SMALLEST_RATIO = 1e-9  # stands for zero on the log scale
 WORSE_THAN_BASELINE = 1.1  # the reference point of the hypervolume: ratios
 NO_LIMIT_DROP = 0.1  # and scores, where no constraint says how far they may fall
@@ -110,9 +122,38 @@ class NearMiss:
         }  # fmt: skip
 
 
+class State(enum.StrEnum):
+    """How sure a feasible model's place on the front is; the module's text defines each."""
+
+    CERTAIN = "certain"
+    EXCLUDED = "excluded"
+    COVERED = "covered"
+    TIED = "tied"
+    AMBIGUOUS = "ambiguous"
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A model's place on the front: its state, who makes it so, the objectives that leave it open, and its layer of the front by estimates.
+
+    `rivals`: who excludes or covers it, or may beat it, the best first. `layer`: 1 for the front, 2 for the front without those, 0 beyond.
+    """
+
+    state: State
+    rivals: tuple[str, ...] = ()
+    open: tuple[str, ...] = ()
+    layer: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"state": str(self.state), "rivals": list(self.rivals), "open": list(self.open), "layer": self.layer}
+
+
 @dataclass(frozen=True)
 class Selection:
-    """What `select` found. `front` holds one trial id per group, the simplest, in order of the first objective; `groups` the ties of each."""
+    """What `select` found. `front` holds one trial id per group, the simplest, in order of the first objective; `groups` the ties of each.
+
+    `to_measure` names those whose place more timing may settle, the widest box first: ambiguous ones of the first two layers, and their rivals.
+    """
 
     objectives: tuple[Objective, ...]
     feasible: tuple[str, ...] = ()
@@ -129,10 +170,18 @@ class Selection:
     hypervolume: float = 0.0
     reference: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
+    membership: Mapping[str, Membership] = field(default_factory=dict)  # of every feasible model
+    to_measure: tuple[str, ...] = ()
+    eps: Mapping[str, float] = field(default_factory=dict)  # the tolerances: latency (ratio), score (share)
 
     @property
     def untouched_is_best(self) -> bool:
         return self.best is not None and self.best == self.untouched
+
+    @property
+    def not_resolved(self) -> tuple[str, ...]:
+        """The ambiguous in the first two layers of the front: who is on it is not settled among these."""
+        return tuple(i for i, m in self.membership.items() if m.state is State.AMBIGUOUS and m.layer)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -141,6 +190,7 @@ class Selection:
             "best": self.best, "pick": self.pick, "untouched": self.untouched, "runner_up": self.runner_up,
             "near_misses": [n.to_json() for n in self.near_misses], "hypervolume": self.hypervolume,
             "reference": list(self.reference), "notes": list(self.notes),
+            "membership": {k: m.to_json() for k, m in self.membership.items()}, "eps": dict(self.eps),
         }  # fmt: skip
 
 
@@ -153,15 +203,17 @@ def select(
     score: str = "",
     pick: str = "fastest",
     strict: bool = False,
-    eps_latency: float = 0.03,
-    eps_score: float = 0.003,
+    eps_latency: float = EPS_LATENCY,
+    eps_score: float = EPS_SCORE,
     defaults: Mapping[str, Any] | None = None,
+    looks: int = 1,
 ) -> Selection:
     """Choose among finished trials; see the module's text for the rule.
 
     `baseline` holds the untouched model's metrics, `score` the name of the accuracy metric (default: the first objective that has the unit
     of one). `defaults` maps variables (`slot.parameter`) to their default values; without it the point of the default trial serves.
-    `strict` takes only models that are certain of every constraint. Raises `ConfigError` for an unknown pick or an objective that the
+    `strict` takes only models that are certain of every constraint. `looks`: how often at most the records are looked at, while more is
+    measured, before the choice stands; the intervals hold at all of them together. Raises `ConfigError` for an unknown pick or an objective that the
     baseline lacks.
     """
     if pick not in PICKS:
@@ -186,8 +238,15 @@ def select(
     )  # fmt: skip
     if not good:
         return found
-    chooser = _Chooser(good, objectives, judgements, baseline, score, eps_latency, eps_score, _defaults(ordered, defaults))
+    # All that were measured count, feasible or not: whoever is feasible was found by the same numbers.
+    family = looks * len({measurement_of(r) for r in ordered if not r.unchanged and r.origin != UNTOUCHED})
+    chooser = _Chooser(good, objectives, judgements, baseline, score, (eps_latency, eps_score), _defaults(ordered, defaults), family)
     return chooser.complete(found, constraints)
+
+
+def measurement_of(record: TrialRecord) -> tuple[str, str]:
+    """What is equal for records that share one measurement: equal bytes under equal settings."""
+    return (record.model_digest, canonical(record.session)) if record.model_digest else (record.id, "")
 
 
 def _sound(value: MetricValue | None) -> bool:
@@ -228,8 +287,54 @@ def compared(value: MetricValue, baseline: MetricValue, *, minimize: bool) -> In
     return interval if minimize else _negated(interval)
 
 
+def tolerance(name: str, baseline: MetricValue, *, eps_latency: float = EPS_LATENCY, eps_score: float = EPS_SCORE) -> float:
+    """Return the difference in a metric that is worth nothing, on the scale of `compared`."""
+    kind = kind_of(baseline.unit)
+    if name == "size":
+        return math.log1p(EPS_SIZE)
+    if kind in ("time", "bytes", "rate"):
+        return math.log1p(eps_latency)
+    if kind == "plain":
+        return eps_score * (abs(baseline.value) or 1.0)
+    return eps_score
+
+
 def _negated(interval: Interval) -> Interval:
     return Interval(-interval.value, -interval.high, -interval.low)
+
+
+def widened(interval: Interval, value: MetricValue, *, error: float) -> Interval:
+    """Widen a 95 % interval of a metric to one that is wrong with a probability of at most `error`, from what the record tells.
+
+    Differences of a share over `samples` examples as score intervals are: half² = z² (variance + half) / examples, where the variance
+    follows from the half-width at 95 %. That is Tango's interval or a wider one, since its variance grows by at most 1 for each unit of the
+    difference. All others, and shares with an interval narrower than Tango's can be (scores that are not 0 or 1), by the ratio of Student's
+    t quantiles on the longer side, for both sides: the limits of the sign test move too little otherwise. That takes the values behind the
+    interval (`units`: session pairs, examples) as about normal; the degrees of freedom are those for which simulated medians, of values with
+    heavier tails too, keep their promise. A count that is not told is taken as large.
+    """
+    below, above = interval.value - interval.low, interval.high - interval.value
+    if not (below > 0 or above > 0) or error >= 1 - CONFIDENCE:
+        return interval
+    z0, z = normal_quantile((1 + CONFIDENCE) / 2), normal_quantile(1 - error / 2)
+    count = value.samples
+    if kind_of(value.unit) == "share" and count > 1 and max(below, above) >= 0.99 * z0 * z0 / (count + z0 * z0):
+        low, high = (_score_half(half, z0 * z0 / count, z * z / count) for half in (below, above))
+        return Interval(interval.value, interval.value - low, interval.value + high)
+    factor = z / z0
+    if value.units > 1:
+        degrees = min(value.units - 1, max(9, value.units // 2))
+        factor = student_t_quantile(1 - error / 2, degrees) / student_t_quantile((1 + CONFIDENCE) / 2, degrees)
+    half = factor * max(below, above)
+    return Interval(interval.value, interval.value - half, interval.value + half)
+
+
+def _score_half(half: float, before: float, after: float) -> float:
+    """Half-width of a score interval for another z² / count, from the one that it has for `before`."""
+    if not math.isfinite(half):
+        return half
+    variance = max(half * half / before - half, 0.0)
+    return (after + math.sqrt(after * after + 4 * after * variance)) / 2
 
 
 class _Chooser:
@@ -237,7 +342,7 @@ class _Chooser:
 
     def __init__(
         self, records: list[TrialRecord], objectives: tuple[Objective, ...], judgements: Mapping[str, tuple[Judgement, ...]],
-        baseline: Mapping[str, MetricValue], score: str, eps_latency: float, eps_score: float, defaults: Mapping[str, Any],
+        baseline: Mapping[str, MetricValue], score: str, eps: tuple[float, float], defaults: Mapping[str, Any], family: int,
     ) -> None:  # fmt: skip
         self.records, self.baseline, self.score = records, baseline, score
         self.axes = list(objectives)
@@ -248,11 +353,12 @@ class _Chooser:
                 if cost is not None:  # a score that is no objective has no direction here
                     self.axes.append(Objective(name, cost))
         self.ids = [r.id for r in records]
-        losses = [[compared(r.metrics[a.name], baseline[a.name], minimize=a.minimize) for a in self.axes] for r in records]
+        losses = self._losses(family)
         self.value = np.array([[x.value for x in row] for row in losses])
         self.low = np.array([[x.low for x in row] for row in losses])
         self.high = np.array([[x.high for x in row] for row in losses])
-        self.eps = np.array([self._tolerance(a.name, eps_latency, eps_score) for a in self.axes])
+        self.given_eps = eps
+        self.eps = np.array([tolerance(a.name, baseline[a.name], eps_latency=eps[0], eps_score=eps[1]) for a in self.axes])
         self.untouched = next((i for i, r in enumerate(records) if r.origin == UNTOUCHED), None)
         sums = (self.value[:, : len(objectives)] / np.maximum(self.eps[: len(objectives)], 1e-12)).sum(axis=1)
         certain = [all(j.verdict is Verdict.CERTAIN for j in judgements[r.id]) for r in records]
@@ -262,15 +368,17 @@ class _Chooser:
         ]
         self.simplest_first = sorted(range(len(records)), key=lambda i: keys[i])
 
-    def _tolerance(self, name: str, eps_latency: float, eps_score: float) -> float:
-        kind = kind_of(self.baseline[name].unit)
-        if name == "size":
-            return math.log1p(EPS_SIZE)
-        if kind in ("time", "bytes", "rate"):
-            return math.log1p(eps_latency)
-        if kind == "plain":
-            return eps_score * (abs(self.baseline[name].value) or 1.0)
-        return eps_score
+    def _losses(self, family: int) -> list[list[Interval]]:
+        """Losses with intervals that hold together, for `family` models in all objectives (what only picks look at: also)."""
+        plain = [[compared(r.metrics[a.name], self.baseline[a.name], minimize=a.minimize) for a in self.axes] for r in self.records]
+        noisy = sum(any(row[k].low < row[k].high for row in plain) for k in range(len(self.axes)))
+        if not noisy or not family:
+            return plain
+        error = (1 - CONFIDENCE) / (family * noisy)
+        return [
+            [widened(x, r.metrics[a.name], error=error) for x, a in zip(row, self.axes, strict=True)]
+            for row, r in zip(plain, self.records, strict=True)
+        ]
 
     def beats(self, i: int, axis: int, others: Any = slice(None)) -> NDArray[np.bool_]:
         """Mark whom trial i beats beyond doubt on one axis."""
@@ -303,6 +411,58 @@ class _Chooser:
                 beaten.setdefault(int(j), i)
         return beaten
 
+    def layers(self) -> list[int]:
+        """Number the first two layers of the front by estimates; 0 beyond."""
+        values = self.value[:, list(self.objectives)]
+        layer = np.zeros(len(values), int)
+        for number in (1, 2):
+            left = np.flatnonzero(layer == 0)
+            if len(left):
+                layer[left[pareto_front(values[left])]] = number
+        return [int(n) for n in layer]
+
+    def memberships(self) -> tuple[dict[str, Membership], tuple[str, ...]]:
+        """Every trial's place on the front, and whom to time again, the widest first."""
+        columns = list(self.objectives)
+        low, high, eps = self.low[:, columns], self.high[:, columns], self.eps[columns]
+        wide = (high - low) > eps
+        timed = np.array([kind_of(self.baseline[self.axes[k].name].unit) in ("time", "rate") for k in columns])
+        best_first = np.argsort(self.value[:, columns].sum(axis=1), kind="stable")
+        same = np.array([hash(measurement_of(r)) for r in self.records])
+        layers = self.layers()
+        found: dict[str, Membership] = {}
+        again: set[int] = set()
+        for i, record in enumerate(self.records):
+            others = best_first[same[best_first] != same[i]]
+            lows, highs = low[others], high[others]
+            excluding = np.all(highs <= low[i], axis=1) & np.any(highs < low[i], axis=1)
+            may_beat = np.all(lows <= high[i], axis=1) & np.any(high[i] - lows > eps, axis=1)
+            covering = np.all(highs - low[i] <= eps, axis=1)
+            # Open is an objective in which the rival is not better for sure, and in which narrower boxes could still tell.
+            opens = may_beat[:, None] & ~(highs < low[i]) & (wide[i] | wide[others])
+            names: tuple[str, ...] = ()
+            if excluding.any():
+                state, rivals = State.EXCLUDED, others[excluding]
+            elif not may_beat.any():
+                state, rivals = State.CERTAIN, others[:0]
+            elif np.all(highs[may_beat] >= low[i]) and not wide[i].any() and not wide[others[may_beat]].any():
+                state, rivals = State.TIED, others[may_beat]
+            elif covering.any():
+                state, rivals = State.COVERED, others[covering]
+            else:
+                state, rivals = State.AMBIGUOUS, others[may_beat]
+                names = tuple(self.axes[k].name for k in columns if opens[:, k].any())
+                if layers[i]:
+                    by_time = [int(j) for j, row in zip(others, opens, strict=True) if (row & timed).any() and layers[j]]
+                    again |= {i, *by_time} if by_time else set()
+            found[record.id] = Membership(state, tuple(self.ids[j] for j in rivals[:RIVALS_NAMED]), names, layers[i])
+        width = np.where(timed, high - low, -np.inf).max(axis=1)
+        once: dict[int, int] = {}
+        for i in sorted(again, key=lambda i: (-float(width[i]), self.records[i].number)):
+            if self.records[i].origin != UNTOUCHED and not self.records[i].unchanged:
+                once.setdefault(int(same[i]), i)
+        return found, tuple(self.ids[i] for i in once.values())
+
     def complete(self, found: Selection, constraints: Sequence[Constraint]) -> Selection:
         beaten = self.beaten_by()
         members = [i for i in range(len(self.records)) if i not in beaten]
@@ -320,13 +480,15 @@ class _Chooser:
             best = picks.get("fastest", front[0])
             notes.append(f"there is no {found.pick.replace('_', ' ')} pick here; {self.ids[best]} was chosen in its place")
         volume, reference = self._hypervolume(constraints)
+        membership, to_measure = self.memberships()
         return Selection(
             objectives=found.objectives, feasible=found.feasible, front=tuple(self.ids[i] for i in front),
             groups={self.ids[i]: tuple(self.ids[j] for j in sorted(groups[i], key=lambda j: (j != i, j))) for i in front},
             off_front={self.ids[j]: self.ids[i] for j, i in sorted(beaten.items())},
             picks={name: self.ids[i] for name, i in picks.items()}, best=self.ids[best], pick=found.pick, untouched=found.untouched,
             runner_up=self._runner_up(best) or found.runner_up, near_misses=found.near_misses, judgements=found.judgements,
-            hypervolume=volume, reference=reference, notes=tuple(notes),
+            hypervolume=volume, reference=reference, notes=tuple(notes), membership=membership, to_measure=to_measure,
+            eps=dict(zip(("latency", "score"), self.given_eps, strict=True)),
         )  # fmt: skip
 
     def _axis(self, *names: str) -> int | None:
@@ -491,8 +653,14 @@ def gains(metrics: Mapping[str, MetricValue], baseline: Mapping[str, MetricValue
     return ", ".join(parts)
 
 
-def verdict_sentence(selection: Selection, records: Iterable[TrialRecord], *, baseline: Mapping[str, MetricValue], score: str = "") -> str:
-    """Say in one sentence what came out, the baseline first: what is delivered, what it gains, what it costs, and how sure that is."""
+def verdict_sentence(
+    selection: Selection, records: Iterable[TrialRecord], *, baseline: Mapping[str, MetricValue], score: str = "",
+    holdout: MetricValue | None = None,
+) -> str:  # fmt: skip
+    """Say in one sentence what came out, the baseline first: what is delivered, what it gains, what it costs, and how sure that is.
+
+    `holdout`: the delivered model's score on the rows held out, which is said before the verdicts over all rows.
+    """
     by_id = {r.id: r for r in records}
     score = score or next((o.name for o in selection.objectives if kind_of(baseline[o.name].unit) in ("share", "plain")), "")
     if selection.best is None:
@@ -504,7 +672,9 @@ def verdict_sentence(selection: Selection, records: Iterable[TrialRecord], *, ba
     held = {j.constraint.metric for j in selection.judgements.get(best.id, ())}
     if "latency" in best.metrics and "latency" in baseline:
         parts.append(latency_words(best.metrics["latency"], baseline["latency"]))
-    if score in best.metrics and score not in held and score in baseline:
+    if holdout is not None and score in baseline:
+        parts.append(f"{score_words(score, holdout, baseline[score])} on {holdout.samples:,} held-out rows")
+    elif score in best.metrics and score not in held and score in baseline:
         parts.append(score_words(score, best.metrics[score], baseline[score]))
     parts += [describe(j) for j in selection.judgements.get(best.id, ())]
     if "size" in best.metrics and "size" in baseline:
@@ -556,6 +726,7 @@ def _none_feasible(selection: Selection, by_id: Mapping[str, TrialRecord], basel
 
 
 __all__ = [
-    "PICKS", "SCORE", "NearMiss", "Objective", "Selection", "changed_values", "compared", "gains", "latency_words", "parse_objective",
-    "passes_in", "score_words", "select", "size_words", "speed_words", "verdict_sentence",
+    "PICKS", "SCORE", "Membership", "NearMiss", "Objective", "Selection", "State", "changed_values", "compared", "gains", "latency_words",
+    "measurement_of", "parse_objective", "passes_in", "score_words", "select", "size_words", "speed_words", "tolerance", "verdict_sentence",
+    "widened",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from autotune.benchmarks.lane import lane
+from autotune.benchmarks.racing import INFEASIBLE, LEAST_ROWS, Rival, Rules
 from autotune.benchmarks.stages import OUTPUTS_FILE
 from autotune.benchmarks.statistics import runs_needed
 from autotune.config import LoadedSweep, parse_sweep, script_of, seconds, size_bytes
-from autotune.constraints import Constraint, Verdict, feasible, judge_all, parse_constraint, violation
+from autotune.constraints import Constraint, Relative, Verdict, feasible, judge_all, parse_constraint, violation
 from autotune.data import RANDOM
 from autotune.digest import digest_of, digest_tree, dump_json, write_durably
 from autotune.disk import fault_in
@@ -28,6 +29,7 @@ from autotune.passes.base import ParamCategory
 from autotune.passes.registry import BUILT_IN, get_pass
 from autotune.pipeline import InputFacts, Pipeline, Step
 from autotune.records import Cause, Interval, MetricValue, StageRecord, Status, TrialRecord
+from autotune.selection import compared, widened
 from autotune.stages import StageLimits, StageOutcome, StageRunner
 from autotune.store import FILES, Artifact, Store
 from autotune.target import engine_versions, library_versions, surroundings
@@ -36,6 +38,7 @@ TRIAL_FILE = "trial.json"
 PLAN_FILE = "plan.json"
 STAGE_FILE = "now.json"
 STORE_FOLDER = "store"
+FINDINGS = "findings"  # in the store's folder: what passes found out once for all trials
 # Whatever a stage would import anew in each child; `numpy.random` and `numpy.ma` are loaded late by numpy itself. Two servers, since each
 # fork pays for what its server holds: with torch and what else passes need, a child costs several times that of a measuring stage.
 MEASURE_PRELOAD = ("numpy", "numpy.random", "numpy.ma", "onnx", "onnxruntime", "autotune.benchmarks.stages", "autotune.passes.run")
@@ -45,6 +48,11 @@ PASS_PRELOAD = (
 )  # fmt: skip
 PASS_STAGE = "autotune.passes.run:run_pass"
 CHECK_ROWS = 4
+# The ladder: rungs by name, cheapest first. Each may give an answer that spares the trial what comes after it.
+EQUAL_POINT, EQUAL_PREFIX, EQUAL_BYTES = "equal point", "equal chain prefix", "equal model bytes"
+STATIC_RULE, CHEAP_CHECKS, LATENCY, BY_LOOKS = "static rule", "cheap checks", "latency", "accuracy by looks"
+LADDER = (EQUAL_POINT, EQUAL_PREFIX, EQUAL_BYTES, STATIC_RULE, CHEAP_CHECKS, LATENCY, BY_LOOKS)
+RUNG_OF = {"rules": STATIC_RULE, "check": CHEAP_CHECKS, "latency": LATENCY, "accuracy": BY_LOOKS}  # by the stage that ended a trial
 DISK_CAUSES = (Cause.EXCEPTION, Cause.EXIT, Cause.SIGNAL, Cause.INFRA)  # what a stage on a full disk ends as
 
 
@@ -64,11 +72,27 @@ class Rows:
         return {"search": self.search, "holdout": self.holdout, "all": self.everything}[name]
 
 
-def split_rows(count: int, holdout: float, *, seed: int) -> Rows:
-    """Shuffle row numbers and split off the hold-out share; sets too small to split keep all rows for the search."""
-    order = [int(i) for i in np.random.default_rng([seed, 1]).permutation(count)]
+def split_rows(count: int, holdout: float, *, seed: int, contents: Sequence[Hashable] | None = None) -> Rows:
+    """Shuffle row numbers and split off the hold-out share; sets too small to split keep all rows for the search.
+
+    Rows of equal `contents` (one value a row) stay together: a group goes to the hold-out while there is room for all of it.
+    """
+    rng = np.random.default_rng([seed, 1])
+    order = [int(i) for i in rng.permutation(count)]
     kept = int(count * holdout)
-    return Rows(search=tuple(order[kept:]), holdout=tuple(order[:kept])) if kept >= 2 and count - kept >= 2 else Rows(tuple(order), ())
+    if kept < 2 or count - kept < 2:
+        return Rows(tuple(order), ())
+    twins: dict[Hashable, list[int]] = {}
+    for row in order:
+        twins.setdefault(contents[row] if contents is not None else row, []).append(row)
+    held: set[int] = set()
+    for group in twins.values():  # in the order of their first rows
+        if len(held) + len(group) <= kept:
+            held.update(group)
+    search, apart = [r for r in order if r not in held], [r for r in order if r in held]
+    if len(twins) < count:  # a group that found no room stands further to the front than the rest: looks need an order that is random again
+        search = [search[i] for i in rng.permutation(len(search))]
+    return Rows(tuple(search), tuple(apart)) if len(apart) >= 2 else Rows(tuple(order), ())
 
 
 @dataclass(frozen=True)
@@ -141,6 +165,7 @@ class TrialRunner:
         self._surroundings = surroundings()
         self._data_digests: dict[str, str] = {}
         self._work_s = 0.0  # of the stages since the trial began
+        self._rungs: list[dict[str, Any]] = []  # of the trial that runs
 
     def close(self) -> None:
         """End the servers of child processes."""
@@ -224,6 +249,7 @@ class TrialRunner:
         target = self.sweep.target
         args = {
             "pass": step.pass_name, "config": dict(step.config), "model": model.to_json(), "out": str(place / FILES),
+            "findings": str(self.store.folder / FINDINGS),
             "accelerator": [target.accelerator_type, target.execution_provider], "script": self._script(), "seed": self.sweep.config.seed,
         }  # fmt: skip
         outcome = self.stage(PASS_STAGE, args, folder, needed=0 if contract.session_only else model.size_bytes)
@@ -273,6 +299,7 @@ class TrialRunner:
         args = {
             "model": model.to_json(), "baseline": baseline.to_json() if baseline else None, "data": str(data),
             "rows": list(rows)[:CHECK_ROWS], "batch_size": self.sweep.target.batch_size, "out": str(folder),
+            "require_ep": self.sweep.config.target.require_ep,
         }  # fmt: skip
         return self._value("check", self.stage("autotune.benchmarks.stages:check", args, folder))
 
@@ -280,13 +307,19 @@ class TrialRunner:
         self, model: ONNXModelHandler, metric: str, data: Path, rows: Sequence[int], folder: Path, *, baseline_outputs: Path | None
     ) -> MetricValue:
         """Score a model on rows, paired with the baseline's kept outputs. Raises `StageFailed`."""
+        return MetricValue.from_json(self._scored(model, metric, data, rows, folder, baseline_outputs=baseline_outputs, race=None)["metric"])
+
+    def _scored(
+        self, model: ONNXModelHandler, metric: str, data: Path, rows: Sequence[int], folder: Path, *, baseline_outputs: Path | None,
+        race: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Run the stage `accuracy`; with `race` it may stop when the outcome is certain. Raises `StageFailed`."""
         args = {
             "model": model.to_json(), "metric": metric, "root": str(self.sweep.root), "data": str(data), "rows": list(rows),
             "batch_size": self.sweep.target.batch_size, "baseline_outputs": str(baseline_outputs) if baseline_outputs else None,
-            "seed": self.sweep.config.seed, "out": str(folder),
+            "seed": self.sweep.config.seed, "out": str(folder), "race": race,
         }  # fmt: skip
-        value = self._value("accuracy", self.stage("autotune.benchmarks.stages:accuracy", args, folder))
-        return MetricValue.from_json(value["metric"])
+        return self._value("accuracy", self.stage("autotune.benchmarks.stages:accuracy", args, folder))
 
     def latency(
         self,
@@ -298,17 +331,26 @@ class TrialRunner:
         *,
         seed: int,
         final: bool = False,
+        time_s: float | None = None,
+        limits: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[dict[str, MetricValue], dict[str, Any]]:
-        """Time a model against the baseline, alone on the lane. Raises `StageFailed`."""
+        """Time a model against the baseline, alone on the lane; `limits` end it early, see `StopAbove`. Raises `StageFailed`.
+
+        `time_s`: the time limit, where it is not the sweep's for a trial or, with `final`, for a finalist.
+        """
         measure = self.sweep.config.measure
         runs = self._runs_wanted()
         # The time limit is meant for what p90 needs; whoever sets a limit on p99 gets the time for ten times as many runs.
-        limit = seconds(measure.final_time if final else measure.max_time) * runs / runs_needed(0.9)
-        protocol = {"max_time_ns": int(limit * 1e9), "ratio_width": measure.ratio_width, "min_runs": runs}
+        limit = time_s or seconds(measure.final_time if final else measure.max_time) * runs / runs_needed(0.9)
+        protocol = {
+            "max_time_ns": int(limit * 1e9), "ratio_width": measure.ratio_width, "min_runs": runs, "pattern": measure.pattern,
+            "interval_ns": round(seconds(measure.interval) * 1e9) if measure.interval else 0, "concurrency": measure.concurrency,
+            "clock": measure.clock,
+        }  # fmt: skip
         args = {
             "model": model.to_json(), "baseline": baseline.to_json() if baseline else None, "data": str(data), "rows": list(rows)[:64],
             "batch_size": self.sweep.target.batch_size, "protocol": protocol, "seed": seed, "out": str(folder),
-            "measurer": measure.measurer, "root": str(self.sweep.root),
+            "measurer": measure.measurer, "root": str(self.sweep.root), "limits": list(limits),
         }  # fmt: skip
         value = self._value("latency", self.stage("autotune.benchmarks.stages:latency", args, folder, exclusive=True))
         return {k: MetricValue.from_json(v) for k, v in value["metrics"].items()}, value
@@ -320,12 +362,20 @@ class TrialRunner:
 
     # ------------------------------------------------------------------ trials
 
-    def run(self, plan: TrialPlan, pipeline: Pipeline, number: int, point: Mapping[str, Any], origin: str, *, attempt: int = 1) -> TrialRecord:
+    def run(
+        self, plan: TrialPlan, pipeline: Pipeline, number: int, point: Mapping[str, Any], origin: str, *, attempt: int = 1, repeats: int = 0,
+        front: Mapping[str, Any] | None = None,
+    ) -> TrialRecord:  # fmt: skip
         """Run a trial to its end and write its record; whatever happens inside ends this trial only.
 
-        But for the disk: `DiskFault` and `OSError` leave no record, so that the trial runs again.
+        `repeats`: points that the sampler proposed in vain before this one. `front`: the finished trials that may put this one off the
+        front, as `autotune.sweep.ladder.front_boxes` writes them. But for the disk: `DiskFault` and `OSError` leave no record, so that the
+        trial runs again.
         """
         started, self._work_s = time.monotonic(), 0.0
+        self._rungs = []
+        if repeats:
+            self._rung(EQUAL_POINT, f"the sampler proposed {repeats} points that were tried already", repeats=repeats)
         record = TrialRecord(number=number, point=dict(point), status=Status.OK, origin=origin, attempts=attempt)
         folder = self.run_folder / "trials" / record.id
         shutil.rmtree(folder, ignore_errors=True)
@@ -333,14 +383,21 @@ class TrialRunner:
         stages: list[StageRecord] = []
         try:
             with self.store.in_use():
-                record = self._measured(plan, pipeline, record, folder, stages)
+                record = self._measured(plan, pipeline, record, folder, stages, front or {})
         except StageFailed as end:
+            if end.stage in RUNG_OF and end.status in (Status.PRUNED, Status.INVALID):
+                self._rung(RUNG_OF[end.stage], end.message, ended=True)
             record = replace(record, status=end.status, cause=end.cause, stage=end.stage, message=end.message, output=end.output)
-        record = replace(record, stages=tuple(stages), seconds=time.monotonic() - started, work_s=self._work_s)
+        record = replace(record, stages=tuple(stages), rungs=tuple(self._rungs), seconds=time.monotonic() - started, work_s=self._work_s)
         write_durably(folder / TRIAL_FILE, dump_json(record.to_json()))
         return record
 
-    def _measured(self, plan: TrialPlan, pipeline: Pipeline, record: TrialRecord, folder: Path, stages: list[StageRecord]) -> TrialRecord:
+    def _rung(self, name: str, words: str, *, ended: bool = False, **more: Any) -> None:
+        self._rungs.append({"rung": name, "ended": ended, "words": words, **more})
+
+    def _measured(
+        self, plan: TrialPlan, pipeline: Pipeline, record: TrialRecord, folder: Path, stages: list[StageRecord], front: Mapping[str, Any]
+    ) -> TrialRecord:
         if not record.point:  # the untouched model, in a space that has no such point
             record = replace(
                 record, model_digest=plan.baseline.digest, session=plan.baseline.session.to_json(), unchanged="nothing was done to the model"
@@ -354,25 +411,38 @@ class TrialRunner:
         for step in pipeline.steps(record.point):
             artifact, stage = self.build(step, model, digest, folder / step.slot)
             stages.append(stage)
+            if stage.cached:
+                self._rung(EQUAL_PREFIX, f"{step.slot} was built before", slot=step.slot, key=stage.key)
             model, digest = artifact.handler, artifact.digest
         if not isinstance(model, ONNXModelHandler):
             raise StageFailed("chain", Status.INVALID, Cause.BAD_OUTPUT, f"the chain ends with a model in {model.format} format")
         record = replace(record, model_digest=digest, session=model.session.to_json(), unchanged=self._unchanged(plan, model, digest))
 
         shared = self._shared(digest, model, record.number)
+        stopped: Mapping[str, Any] | None = None
         if record.unchanged:
             metrics = dict(plan.baseline_metrics)
+            self._rung(EQUAL_BYTES, record.unchanged, ended=True, measured_as="baseline")
         elif shared is not None:
             metrics = {k: MetricValue.from_json(v) for k, v in shared["metrics"].items()}
-            record = replace(record, shares_with=shared["trial"])
+            record, stopped = replace(record, shares_with=shared["trial"]), shared.get("stopped")
+            source = f"t-{shared['trial']:04d}"
+            self._rung(EQUAL_BYTES, f"the bytes and settings of {source}, measured there", ended=True, measured_as=source)
         else:
-            metrics = self._fresh_metrics(plan, record, model, folder, stages)
-            self._share(digest, model, record.number, metrics)
+            metrics, stopped = self._fresh_metrics(plan, record, model, folder, stages, front)
+            self._share(digest, model, record.number, metrics, stopped)
+        if stopped is not None:
+            status = Status.INFEASIBLE if stopped["rule"] == INFEASIBLE else Status.PRUNED
+            message = stopped["words"] if status is Status.INFEASIBLE else f"{stopped['rule']}: {stopped['words']}"
+            self._rung(BY_LOOKS, stopped["words"], ended=True, **{k: stopped[k] for k in ("rule", "rows", "of")})
+            record = replace(record, status=status, stage="accuracy", message=message, rungs=tuple(self._rungs))
         return self.judged(plan, replace(record, metrics=metrics))
 
     def _fresh_metrics(
-        self, plan: TrialPlan, record: TrialRecord, model: ONNXModelHandler, folder: Path, stages: list[StageRecord]
-    ) -> dict[str, MetricValue]:
+        self, plan: TrialPlan, record: TrialRecord, model: ONNXModelHandler, folder: Path, stages: list[StageRecord], front: Mapping[str, Any]
+    ) -> tuple[dict[str, MetricValue], dict[str, Any] | None]:
+        """Check, time and score a model; the second part says why its scoring stopped before all rows, if it did."""
+
         def timed(name: str, begun: float, notes: Mapping[str, Any]) -> None:
             stages.append(StageRecord(name=name, seconds=time.monotonic() - begun, notes=notes))
 
@@ -380,14 +450,37 @@ class TrialRunner:
         checked = self.check(model, plan.baseline, plan.rows.search, plan.eval_path, folder / "check")
         timed("check", begun, checked)
         begun = time.monotonic()
-        metric = plan.sweep.config.metric
-        kept = plan.baseline_folder / "search" / OUTPUTS_FILE
-        score = self.accuracy(model, metric, plan.eval_path, plan.rows.search, folder / "accuracy", baseline_outputs=kept)
-        timed("accuracy", begun, {})
-        begun = time.monotonic()
-        times, facts = self.latency(model, plan.baseline, plan.eval_path, plan.rows.search, folder / "latency", seed=record.number)
+        times, facts = self.latency(
+            model, plan.baseline, plan.eval_path, plan.rows.search, folder / "latency", seed=record.number, limits=latency_limits(plan)
+        )
         timed("latency", begun, {k: v for k, v in facts.items() if k != "metrics"})
-        return {**times, plan.metric_name: score, **size_metrics(model, checked, plan.baseline_metrics)}
+        if facts.get("stopped_why"):
+            self._rung(LATENCY, str(facts["stopped_why"]), seconds=facts["elapsed_s"])
+        sizes = size_metrics(model, checked, plan.baseline_metrics)
+        begun = time.monotonic()
+        scored = self._scored(
+            model, plan.sweep.config.metric, plan.eval_path, plan.rows.search, folder / "accuracy",
+            baseline_outputs=plan.baseline_folder / "search" / OUTPUTS_FILE, race=self._race(plan, {**times, **sizes}, front),
+        )  # fmt: skip
+        timed("accuracy", begun, {k: scored[k] for k in ("rows", "of", "looks")})
+        stopped = scored["stopped"] and {**scored["stopped"], "rows": scored["rows"], "of": scored["of"]}
+        return {**times, plan.metric_name: MetricValue.from_json(scored["metric"]), **sizes}, stopped
+
+    def _race(self, plan: TrialPlan, metrics: Mapping[str, MetricValue], front: Mapping[str, Any]) -> dict[str, Any] | None:
+        """By what a candidate's accuracy may stop early, all else measured; None when every row is to be run."""
+        looks = plan.sweep.config.measure.looks
+        if not (len(plan.rows.search) >= LEAST_ROWS if looks is None else looks):
+            return None
+        constraints, score, baseline = sweep_constraints(plan), plan.metric_name, plan.baseline_metrics
+        violated = [
+            j for j in judge_all([c for c in constraints if c.metric != score], metrics, baseline) if j.verdict is Verdict.VIOLATED
+        ]  # fmt: skip
+        rules = Rules(
+            constraints=tuple(c for c in constraints if c.metric == score), already=violated[0].constraint.text if violated else "",
+            rivals=rivals(front, metrics, baseline, score), higher_is_better=plan.higher_is_better,
+            eps=front["eps"][score] if front else 0.0, error=front["error"] if front else 0.05, score_counts=score in front.get("objectives", ()),
+        )  # fmt: skip
+        return {"rules": rules.to_json(), "baseline": baseline[score].to_json()}
 
     def _unchanged(self, plan: TrialPlan, model: ONNXModelHandler, digest: str) -> str:
         if digest == plan.baseline.digest and model.session == plan.baseline.session:
@@ -414,19 +507,34 @@ class TrialRunner:
             found: dict[str, Any] = json.loads(self._measurement(digest, model).read_text())
         except (OSError, ValueError):
             return None
-        return found if found["trial"] != number else None  # it left its measurement, but no record: its samples are gone
+        if found["trial"] == number:
+            return None  # it left its measurement, but no record: its samples are gone
+        return found if found.get("goals") in (None, self._goals()) else None
 
-    def _share(self, digest: str, model: ONNXModelHandler, number: int, metrics: Mapping[str, MetricValue]) -> None:
+    def _goals(self) -> str:
+        """What a measurement that stopped early was judged by; under other limits or objectives it says too little."""
+        config = self.sweep.config
+        return digest_of([config.constraints, config.objectives, config.strict, [s.model_dump() for s in config.chain]])
+
+    def _share(
+        self, digest: str, model: ONNXModelHandler, number: int, metrics: Mapping[str, MetricValue], stopped: Mapping[str, Any] | None
+    ) -> None:
         path = self._measurement(digest, model)
         path.parent.mkdir(exist_ok=True)
-        write_durably(path, dump_json({"trial": number, "metrics": {k: v.to_json() for k, v in metrics.items()}}))
+        content = {"trial": number, "metrics": {k: v.to_json() for k, v in metrics.items()}}
+        write_durably(path, dump_json(content if stopped is None else {**content, "stopped": dict(stopped), "goals": self._goals()}))
 
     def judged(self, plan: TrialPlan, record: TrialRecord) -> TrialRecord:
-        """Judge a measured record by the sweep's constraints: ok, infeasible or undecided, with each verdict."""
+        """Judge a measured record by the sweep's constraints: ok, infeasible or undecided, with each verdict.
+
+        How a record ends that stopped before all rows was decided then.
+        """
         judgements = judge_all(sweep_constraints(plan), record.metrics, plan.baseline_metrics)
         verdicts = {j.verdict for j in judgements}
         status = (
-            Status.INFEASIBLE
+            record.status
+            if record.partial
+            else Status.INFEASIBLE
             if Verdict.VIOLATED in verdicts
             else Status.OK
             if feasible(judgements, strict=plan.sweep.config.strict)
@@ -453,6 +561,30 @@ def stage_now(run: Path) -> dict[str, Any] | None:
     return None
 
 
+def rivals(
+    front: Mapping[str, Any], metrics: Mapping[str, MetricValue], baseline: Mapping[str, MetricValue], score: str
+) -> tuple[Rival, ...]:  # fmt: skip
+    """Those of the front that are no worse than a candidate in everything but its score, which is not known yet."""
+    found = []
+    objectives = set(front.get("objectives", ())) - {score}
+    for box in front.get("boxes", ()):
+        clear: dict[str, bool] = {}
+        for name, other in box["axes"].items():
+            if name == score:
+                continue
+            theirs = Interval.from_json(other)
+            if name not in metrics:
+                break
+            own = compared(metrics[name], baseline[name], minimize=front["minimize"][name])
+            if not theirs.value <= own.value:
+                break
+            clear[name] = theirs.high < widened(own, metrics[name], error=front["error"]).low and own.value - theirs.value > front["eps"][name]
+        else:
+            sure = [clear[name] for name in objectives]
+            found.append(Rival(box["trial"], Interval.from_json(box["axes"][score]), elsewhere=any(sure), everywhere=all(sure)))
+    return tuple(found)
+
+
 def size_metrics(model: ONNXModelHandler, checked: Mapping[str, Any], baseline: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
     """Size on disk and peak memory as metrics; without noise to speak of, so their intervals are points."""
     found = {}
@@ -476,6 +608,21 @@ METRIC_UNITS = {
 def metric_units(plan: TrialPlan) -> dict[str, str]:
     """Unit of every metric that a constraint or an objective may name."""
     return {**METRIC_UNITS, plan.metric_name: plan.metric_unit}
+
+
+def latency_limits(plan: TrialPlan) -> list[dict[str, Any]]:
+    """Limits on the median latency above which a candidate need not be timed to the end, as the latency stage takes them.
+
+    None where an objective is a percentile: its runs are wanted of infeasible candidates too, for the sampler to learn from.
+    """
+    if any(".p" in objective for objective in plan.sweep.config.objectives):
+        return []
+    units = {Relative.NONE: "ms", Relative.RATIO: "ratio"}
+    return [
+        {"of": units[c.relative], "limit": c.limit, "why": c.text}
+        for c in sweep_constraints(plan)
+        if c.metric == "latency" and c.sense == "<=" and c.relative in units and c.limit > 0
+    ]
 
 
 def sweep_constraints(plan: TrialPlan) -> list[Constraint]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.benchmarks import statistics
-from autotune.benchmarks.metrics import Array, Features, Labels, Metric, NotFiniteScore, Outputs
+from autotune.benchmarks.metrics import Array, Features, Metric, NotFiniteScore
 from autotune.data import Arrays, Feeding, count_rows, feeds
 from autotune.errors import AutotuneError
 from autotune.model import IoContract
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ALL_OUTPUTS_BYTES = 200_000_000  # above, only the outputs that the metric reads are kept
 KEPT_OUTPUTS_BYTES = 2_000_000_000  # above, the run is refused
+BY_PROPORTIONS = "Wilson; paired difference by Tango"
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,21 @@ def run_outputs(
     *,
     keep: Callable[[Arrays, list[int]], Sequence[str]] | None = None,
     always: bool = False,
+    looks: Sequence[int] = (),
+    stop: Callable[[RunOutputs, int], bool] | None = None,
 ) -> RunOutputs:
     """Run the rows (all, when None) through a session and stack what comes back, in the order of the rows.
 
     `keep(first run's outputs, its rows)` names the outputs to hold on to when all together would take more than 200 MB, or always
-    with `always`. Raises `AutotuneError` when what is kept would take more than 2 GB.
+    with `always`. After as many rows as one of `looks` says, `stop(what came since the last look, rows done)` may end the run: the outputs
+    are then those of the rows done. Looks that don't fall between two runs are left out. Raises `AutotuneError` when what is kept would
+    take more than 2 GB.
     """
     names = [o.name for o in session.get_outputs()]
     order = list(range(count_rows(arrays)) if rows is None else map(int, rows))
     parts: dict[str, list[Array]] = {}
     batched, finite, done = dict.fromkeys(names, feeding.batched), True, 0
+    looked: dict[str, int] = {}
     for feed, real in feeds(arrays, io, feeding, order):
         fed = feeding.rows_per_run()
         results = {n: _as_array(r) for n, r in zip(names, session.run(names, feed), strict=True)}
@@ -71,6 +77,11 @@ def run_outputs(
         for name, kept_parts in parts.items():
             kept_parts.append(results[name])
         done += real
+        if stop is not None and done in looks:
+            fresh = RunOutputs({n: _stack(p[looked.get(n, 0) :], batched[n]) for n, p in parts.items()}, finite)
+            looked = {n: len(p) for n, p in parts.items()}
+            if stop(fresh, done):
+                break
     return RunOutputs({n: _stack(p, batched[n]) for n, p in parts.items()}, finite)
 
 
@@ -140,29 +151,11 @@ def load_outputs(path: Path) -> RunOutputs:
         return RunOutputs({str(n): file[f"output_{i}"] for i, n in enumerate(file["names"])}, bool(file["finite"]))
 
 
-def compare(metric: Metric, candidate: Outputs, baseline: Outputs | None, labels: Labels, *, seed: int) -> MetricValue:
-    """Score a candidate, with an interval, and compare it with the baseline on the same examples.
-
-    `baseline` is None for the baseline itself: its difference is exactly 0. Without labels, a metric of agreement compares with the
-    baseline's outputs. Raises what the metric raises, and `AutotuneError` for a set that can't be resampled.
-    """
-    reference = labels
-    if metric.reference == "baseline" and not isinstance(labels, Mapping):
-        reference = candidate if baseline is None else baseline
-    examples = _examples(candidate, reference)
-    own = metric.features(candidate, reference, examples)
-    others = None if baseline is None else metric.features(baseline, reference, examples)
-    return compare_features(metric, own, others, seed=seed)
-
-
-def _examples(outputs: Outputs, reference: Labels) -> int:
-    if isinstance(reference, np.ndarray):
-        return len(reference)
-    return max((len(a) for a in outputs.values() if a.ndim), default=0)
-
-
 def compare_features(metric: Metric, candidate: Features, baseline: Features | None, *, seed: int) -> MetricValue:
-    """Do the comparison of `compare` from features.
+    """Score a candidate from its features, with an interval, and compare it with the baseline on the same examples.
+
+    `baseline` is None for the baseline itself: its difference is exactly 0. Raises what the metric raises, and `AutotuneError` for a set
+    that can't be resampled.
 
     Right and wrong answers: Wilson's interval, Tango's for the difference, and the ratio that follows from it for the baseline as measured.
     Other scores per example: Student's t, paired, and Fieller's ratio. One number from a set: paired percentile bootstrap by example.
@@ -177,14 +170,10 @@ def compare_features(metric: Metric, candidate: Features, baseline: Features | N
         raise NotFiniteScore(metric.name, "scores must be finite numbers", f"{int((~np.isfinite(scores)).sum())} of {len(scores)} that are not")
     count = len(scores)
     if metric.right_or_wrong and np.isin(scores, (0, 1)).all() and (other is None or np.isin(other, (0, 1)).all()):
-        own = statistics.wilson_interval(float(scores.sum()), count)
-        delta = ratio = None
-        if other is not None:
-            gained, lost = int(((scores == 1) & (other == 0)).sum()), int(((scores == 0) & (other == 1)).sum())
-            delta = statistics.paired_proportion_interval(gained, lost, count)
-            share = float(other.mean())
-            ratio = Interval(*(max(0.0, 1 + d / share) for d in (delta.value, delta.low, delta.high))) if share > 0 else None
-        return _metric_value(metric, own, delta, ratio, count, "Wilson; paired difference by Tango", itself=baseline is None)
+        if other is None:
+            return _metric_value(metric, statistics.wilson_interval(float(scores.sum()), count), None, None, count, BY_PROPORTIONS, itself=True)
+        gained, lost = int(((scores == 1) & (other == 0)).sum()), int(((scores == 0) & (other == 1)).sum())
+        return proportions(metric, right=int(other.sum()), gained=gained, lost=lost, count=count)
     own = statistics.mean_interval(scores)
     bounded = metric.unit == "share" and scores.min() >= 0 and scores.max() <= 1
     if bounded:
@@ -192,6 +181,15 @@ def compare_features(metric: Metric, candidate: Features, baseline: Features | N
     delta = None if other is None else statistics.paired_mean_interval(scores, other)
     ratio = None if other is None else statistics.ratio_of_means_interval(scores, other)
     return _metric_value(metric, own, delta, ratio, count, "paired t over examples; ratio by Fieller", itself=baseline is None)
+
+
+def proportions(metric: Metric, *, right: int, gained: int, lost: int, count: int) -> MetricValue:
+    """Compare right and wrong answers by their numbers: `right` of the baseline, `gained` and `lost` against it, of `count` examples."""
+    own = statistics.wilson_interval(float(right + gained - lost), count)
+    delta = statistics.paired_proportion_interval(gained, lost, count)
+    share = right / count
+    ratio = Interval(*(max(0.0, 1 + d / share) for d in (delta.value, delta.low, delta.high))) if share > 0 else None
+    return _metric_value(metric, own, delta, ratio, count, BY_PROPORTIONS, itself=False)
 
 
 def _compare_sets(metric: Metric, candidate: Features, baseline: Features | None, seed: int) -> MetricValue:
@@ -224,4 +222,4 @@ def _metric_value(
 ) -> MetricValue:
     if itself:
         delta, ratio = Interval.exactly(0.0), Interval.exactly(1.0)
-    return MetricValue(own.value, own.low, own.high, unit=metric.unit, ratio=ratio, delta=delta, samples=samples, method=method)
+    return MetricValue(own.value, own.low, own.high, unit=metric.unit, ratio=ratio, delta=delta, samples=samples, method=method, units=samples)

@@ -72,6 +72,7 @@ class Metric:
     reference: str = "labels"
     square_labels: bool = False  # labels are example by example
     right_or_wrong: bool = False  # scores that are all 0 or 1 count right answers, and are judged as proportions
+    bounds: tuple[float, float] | None = None  # between which every score per example lies; needed to judge by a part of the examples
 
     def features(self, outputs: Outputs, labels: Labels, examples: int) -> Features:
         """Turn stacked outputs into features.
@@ -527,10 +528,10 @@ class _UserValue:
 BUILT_IN: Mapping[str, Metric] = {
     m.name: m
     for m in (
-        Metric("accuracy", _accuracy, check=_class_labels, used=_accuracy_uses, unit="share", right_or_wrong=True),
-        Metric("top5", _top_5, check=_class_labels, used=_accuracy_uses, unit="share", right_or_wrong=True),
+        Metric("accuracy", _accuracy, check=_class_labels, used=_accuracy_uses, unit="share", right_or_wrong=True, bounds=(0.0, 1.0)),
+        Metric("top5", _top_5, check=_class_labels, used=_accuracy_uses, unit="share", right_or_wrong=True, bounds=(0.0, 1.0)),
         Metric("mse", _mse, check=_numbers, used=_mse_uses, higher_is_better=False),
-        Metric("cosine", _cosine, unit="share", reference="baseline"),
+        Metric("cosine", _cosine, unit="share", reference="baseline", bounds=(-1.0, 1.0)),
         Metric("roc_auc", _roc_auc, _roc_auc_value, check=_two_classes, used=_roc_auc_uses, unit="share", kind="set"),
         Metric("error_rate", _error_rate, _error_rate_value, check=_id_rows, used=_error_rate_uses, higher_is_better=False, unit="share", kind="set"),
         Metric("pearson", _pearson, _pearson_value, check=_square, used=_pearson_uses, unit="share", kind="set", square_labels=True),
@@ -549,8 +550,8 @@ def get_metric(name: str, *, root: Path | None = None) -> Metric:
     """Return the built-in metric of that name or alias, or the user's function for `script.py:function`.
 
     A script's path is relative to `root` (the working folder, when None). The function takes (outputs, labels), a dict of stacked
-    outputs and the labels or None, and returns a number or one score per example; its attributes `higher_is_better` (default True)
-    and `unit` ("share": one point is 0.01) say the rest. Raises `ConfigError` for an unknown name.
+    outputs and the labels or None, and returns a number or one score per example; its attributes `higher_is_better` (default True),
+    `unit` ("share": one point is 0.01) and `bounds` (between which every score lies) say the rest. Raises `ConfigError` for an unknown name.
     """
     script, colon, function = name.rpartition(":")
     if colon and script.endswith(".py"):
@@ -562,6 +563,7 @@ def get_metric(name: str, *, root: Path | None = None) -> Metric:
             raise ConfigError("metric", f"{function}.higher_is_better must be True or False", repr(higher))
         if unit not in ("", "share"):
             raise ConfigError("metric", f"{function}.unit must be 'share' or ''", repr(unit))
+        bounds = _bounds(function, getattr(found, "bounds", None))
         return Metric(
             function,
             _UserFeatures(user),
@@ -571,6 +573,7 @@ def get_metric(name: str, *, root: Path | None = None) -> Metric:
             kind="found",
             reference="optional",
             right_or_wrong=True,
+            bounds=bounds,
         )
     words = re.sub(r"[\s_\-]+", " ", name.strip().lower())
     key = ALIASES.get(words, words.replace(" ", "_"))
@@ -582,3 +585,16 @@ def get_metric(name: str, *, root: Path | None = None) -> Metric:
             near if near.startswith("Did") else f"Built in: {', '.join(BUILT_IN)}.",
         )  # fmt: skip
     return BUILT_IN[key]
+
+
+def _bounds(function: str, given: object) -> tuple[float, float] | None:
+    """The bounds that a user's function has as an attribute, checked."""
+    if given is None:
+        return None
+    try:
+        low, high = (1.0, 0.0) if isinstance(given, str | bytes) else map(float, given)  # type: ignore[call-overload]  # checked below
+    except (TypeError, ValueError, OverflowError):
+        low, high = 1.0, 0.0
+    if not (np.isfinite((low, high)).all() and low < high):
+        raise ConfigError("metric", f"{function}.bounds must be two finite numbers, the lower one first", _shown(given), "Such as bounds = (0, 1).")
+    return low, high

@@ -61,7 +61,8 @@ class Rival:
 class Rules:
     """What ends a candidate's accuracy early. `already` says which limit it violates whatever its score is, if any.
 
-    `eps` is the difference in score that is worth nothing; `score_counts` says whether the score is an objective.
+    `eps` is the difference in score that is worth nothing; `error` the probability with which the interval of one model in one objective
+    may be wrong where the choice at the end compares them; `score_counts` says whether the score is an objective.
     """
 
     constraints: tuple[Constraint, ...] = ()  # on the score
@@ -69,6 +70,7 @@ class Rules:
     rivals: tuple[Rival, ...] = ()
     higher_is_better: bool = True
     eps: float = 0.003
+    error: float = 1 - statistics.CONFIDENCE
     score_counts: bool = True
 
     def to_json(self) -> dict[str, Any]:
@@ -145,8 +147,7 @@ class ProportionRace:
             return []
         gained, lost = found
         right, count = int(self.baseline.sum()), len(self.baseline)
-        corners = {(g, lost_) for g in gained for lost_ in lost if g + lost_ <= count}
-        return [proportions(self.metric, right + g - lost_, right, g, lost_, count) for g, lost_ in sorted(corners)]
+        return [proportions(self.metric, right=right, gained=g, lost=miss, count=count) for g in sorted({*gained}) for miss in sorted({*lost})]
 
     @property
     def method(self) -> str:
@@ -266,6 +267,14 @@ def _ended(outcomes: Sequence[MetricValue], rules: Rules, baseline: MetricValue,
 
 
 def _loss(value: MetricValue, rules: Rules) -> Interval:
+    """The loss that a difference makes, with an interval at least as wide as the one that the choice will see.
+
+    From one confidence to a higher one, a score interval grows by no more than the square of the ratio of the normal quantiles (and the share
+    that its own shrinkage makes of it), a t interval over so many rows by less.
+    """
     assert value.delta is not None
     d = value.delta
-    return Interval(-d.value, -d.high, -d.low) if rules.higher_is_better else d
+    z = statistics.normal_quantile((1 + statistics.CONFIDENCE) / 2)
+    factor = max(1.0, statistics.normal_quantile(1 - rules.error / 2) / z) ** 2 * (1 + z * z / value.samples)
+    below, above = factor * (d.value - d.low), factor * (d.high - d.value)
+    return Interval(-d.value, -d.value - above, -d.value + below) if rules.higher_is_better else Interval(d.value, d.value - below, d.value + above)

@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autotune.benchmarks import statistics
-from autotune.benchmarks.accuracy import RunOutputs, compare, load_outputs, run_outputs, save_outputs
+from autotune.benchmarks.accuracy import RunOutputs, compare_features, load_outputs, run_outputs, save_outputs
+from autotune.benchmarks.denormals import look_for_denormals
 from autotune.benchmarks.latency import (
     LatencyProtocol,
     PairedSamples,
     RunOnce,
+    StopAbove,
     measure_paired,
     missing_percentiles,
     relative_width,
@@ -36,10 +38,12 @@ from autotune.benchmarks.latency import (
 )
 from autotune.benchmarks.measurer import Measurer, get_measurer
 from autotune.benchmarks.memory import peak_memory
-from autotune.benchmarks.metrics import Array, BadOutput, Features, Metric, NotFiniteScore, check_labels, get_metric
+from autotune.benchmarks.metrics import Array, BadOutput, Features, Labels, Metric, NotFiniteScore, check_labels, get_metric
+from autotune.benchmarks.racing import Rules, Stop, look, look_sizes, race_for
+from autotune.benchmarks.watch import Reading
 from autotune.data import LABELS, Arrays, feeds, load_arrays, plan_feeding
 from autotune.digest import dump_json
-from autotune.errors import ConfigError
+from autotune.errors import AutotuneError, ConfigError
 from autotune.model import IoContract, ONNXModelHandler, handler_from_json
 from autotune.records import Cause, MetricValue, Status
 from autotune.session import SessionSettings, create_session, not_applied, read_back, thread_count
@@ -55,9 +59,12 @@ SCORES_FILE = "scores.npz"
 LATENCY_FILE = "latency.npz"
 RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
 STOP_SPINNING = "session.force_spinning_stop"
-ERROR_LINE = re.compile(r"\[E:onnxruntime:[^\]]*\]\s*(.*?)(?:\x1b\[m|$)", re.MULTILINE)
+ERROR_LINE = re.compile(r"\[[EF]:onnxruntime:[^\]]*\]\s*(.*?)(?:\x1b\[m|$)", re.MULTILINE)
 MOST_LOG_BYTES = 1_000_000
 CONSTANT_SPREAD = 0.05  # 12 steps of an 8-bit output
+DENORMAL_ROWS = 2
+EVERY_NODE, SOME_NODE = "all", "primary"
+CLOCK_STEP_NS = 100_000  # a clock that moves in larger steps can't time single runs
 
 
 def _invalid(cause: Cause, message: str, **facts: Any) -> Json:
@@ -86,10 +93,12 @@ def _onnx_handler(data: Mapping[str, Any]) -> ONNXModelHandler:
 def check(args: Mapping[str, Any]) -> Json:
     """Find out, on a few rows and before anything is timed, whether a model is fit to be measured.
 
-    `args`: `model` and `baseline` (handlers as JSON; baseline None for the baseline itself), `data` (.npz), `rows`, `batch_size`, `out`.
-    The model is opened as deployed. Verdict `invalid`: settings that did not take effect (`not_applied`), no node on the target EP
-    (`ep_fallback`), NaN or infinities that the baseline does not have (`not_finite`), other inputs or outputs than the baseline's, or
-    the same answer to everything (`bad_output`). A large error alone is a fact, not a fault: accuracy judges it.
+    `args`: `model` and `baseline` (handlers as JSON; baseline None for the baseline itself), `data` (.npz), `rows`, `batch_size`, `out`,
+    and `require_ep`: `primary` (some node runs on the target EP), `all`, or the share of nodes that must.
+    The model is opened as deployed. Verdict `invalid`: settings that did not take effect, threads that were not started, or an error that
+    the runtime only logged (`not_applied`), too few nodes on the target EP (`ep_fallback`), NaN or infinities that the baseline does not have
+    (`not_finite`), other inputs or outputs than the baseline's, or the same answer to everything (`bad_output`). Facts and no faults: a
+    large error, which accuracy judges; `denormals`, which cost time; `no_op`, what a chain left as it was.
     """
     model, out = _onnx_handler(args["model"]), Path(args["out"])
     arrays = load_arrays(Path(args["data"]))
@@ -112,17 +121,17 @@ def check(args: Mapping[str, Any]) -> Json:
         "process_peak_bytes": memory.peak_bytes, "open_s": opened_s, "extra_threads": max(0, thread_count() - threads_before),
         "session": read_back(session, settings), "placement": placement(session), "op_histogram": op_histogram(model.path),
         "checker": _checker_message(model.path), "log_errors": complaints,
+        "denormals": look_for_denormals(model, _single_feeds(arrays, model.io, rows[:DENORMAL_ROWS])),
         "outputs": {n: {"dtype": str(a.dtype), "shape": list(a.shape)} for n, a in got.arrays.items()},
     }  # fmt: skip
     save_outputs(out / OUTPUTS_FILE, got)
-    differing = not_applied(settings, facts["session"])
+    differing = [*not_applied(settings, facts["session"]), *threads_not_started(model.session, facts["extra_threads"])]
     del session
     if differing:
         return _invalid(Cause.NOT_APPLIED, "; ".join(differing), **facts)
-    target = model.session.execution_provider
-    if facts["placement"] and target not in facts["placement"]:
-        where = ", ".join(f"{n} on {ep}" for ep, n in facts["placement"].items())
-        return _invalid(Cause.EP_FALLBACK, f"no node runs on {target}: {where}", **facts)
+    fault = placement_fault(facts["placement"], model.session.execution_provider, args.get("require_ep", SOME_NODE))
+    if fault:
+        return _invalid(Cause.EP_FALLBACK, fault, **facts)
     if complaints and args.get("baseline") is not None:
         known = {_without_numbers(line) for line in _complaints_about(_onnx_handler(args["baseline"]))}
         new = [line for line in complaints if _without_numbers(line) not in known]
@@ -181,6 +190,7 @@ def _compared_with_baseline(
     wanted = _run_rows(session, arrays, baseline.io, batch_size, rows)
     del session
     facts["error"] = {}
+    facts["no_op"] = ""
     inputs_axes = {axis for spec in baseline.io.inputs for axis in spec.shape or () if isinstance(axis, str)}
     for spec in baseline.io.outputs:
         fault = shape_fault(spec.name, got.arrays[spec.name], wanted.arrays[spec.name], spec.shape, inputs_axes)
@@ -195,11 +205,25 @@ def _compared_with_baseline(
             return _invalid(Cause.NOT_FINITE, f"NaN or infinite values in output {names}, where the baseline has finite ones", **facts)
     if constant_answer(got.arrays, wanted.arrays):
         return _invalid(Cause.BAD_OUTPUT, f"the same output for all {len(rows)} rows tried, where the baseline's differ", **facts)
+    facts["no_op"] = no_op(model, baseline, facts, identical=all(e["identical"] for e in facts["error"].values()))
     return _ok(**facts)
+
+
+def no_op(model: ONNXModelHandler, baseline: ONNXModelHandler, facts: Mapping[str, Any], *, identical: bool) -> str:
+    """Say what a chain left as it was; empty where it clearly did something to the model. Session settings are no part of this."""
+    if model.size_bytes == baseline.size_bytes and model.digest == baseline.digest:
+        return "the model's bytes are the baseline's"
+    if facts["op_histogram"] != op_histogram(baseline.path):
+        return ""
+    return f"the model has the baseline's operators{', and on the rows tried its outputs to the last bit' if identical else ''}"
 
 
 def _run_rows(session: ort.InferenceSession, arrays: Arrays, io: IoContract, batch_size: int, rows: Sequence[int]) -> RunOutputs:
     return run_outputs(session, arrays, io, plan_feeding(arrays, io, batch_size=batch_size), rows)
+
+
+def _single_feeds(arrays: Arrays, io: IoContract, rows: Sequence[int]) -> list[Arrays]:
+    return [feed for feed, _ in feeds(arrays, io, plan_feeding(arrays, io, batch_size=1), rows)]
 
 
 def _with_entry(settings: SessionSettings, key: str, value: str) -> SessionSettings:
@@ -216,6 +240,30 @@ def placement(session: ort.InferenceSession) -> dict[str, int]:
     for part in ask():
         counts[part.ep_name] += len(part.get_nodes())
     return dict(counts)
+
+
+def placement_fault(placed: Mapping[str, int], target: str, required: str | float) -> str:
+    """Say how the placement of nodes misses what is required of the target EP; empty when it does not.
+
+    `required`: `primary` (some node runs there), `all`, or a share of the nodes in (0, 1]. Where ONNX Runtime doesn't tell the placement,
+    only `primary` can be met, by the session that names the EP.
+    """
+    where = ", ".join(f"{n} on {ep}" for ep, n in placed.items()) or "this ONNX Runtime does not tell where nodes run"
+    here, count = placed.get(target, 0), sum(placed.values())
+    if required == SOME_NODE:
+        return f"no node runs on {target}: {where}" if placed and not here else ""
+    least = 1.0 if required == EVERY_NODE else float(required)
+    if count and here >= least * count - 1e-9:
+        return ""
+    return f"{'every node' if least == 1 else f'{least:.0%} of the nodes'} must run on {target}: {where}"
+
+
+def threads_not_started(asked: SessionSettings, seen: int) -> list[str]:
+    """Say, in words, that a session has started fewer threads of its own than asked; the caller's thread is the first of them."""
+    wanted = asked.intra_op_num_threads - 1
+    if wanted <= 0 or seen >= wanted or not thread_count():
+        return []
+    return [f"intra_op_num_threads: asked {asked.intra_op_num_threads}, the session started {seen} beside the caller's"]
 
 
 def op_histogram(path: Path) -> dict[str, int]:
@@ -335,10 +383,11 @@ def _first_not_finite(arrays: Mapping[str, Array]) -> str:
 def accuracy(args: Mapping[str, Any]) -> Json:
     """Score a model on rows of the evaluation data, as deployed, and compare it with the baseline on the same rows.
 
-    `args`: `model`, `data`, `metric` (name), `root` (folder of the user's scripts), `rows`, `batch_size`, `out`, `seed` (0) and
-    `baseline_outputs`: the `outputs.npz` that this stage wrote for the baseline on the same rows, or None for the baseline itself.
-    Writes `outputs.npz` (what the metric reads) and `scores.npz` (scores per example, or the columns that a metric over sets is made
-    of). Returns the MetricValue as JSON under `metric`.
+    `args`: `model`, `data`, `metric` (name), `root` (folder of the user's scripts), `rows`, `batch_size`, `out`, `seed` (0),
+    `baseline_outputs`: the `outputs.npz` that this stage wrote for the baseline on the same rows, or None for the baseline itself, and
+    `race`: None, or the `rules` and the `baseline` (its MetricValue) by which it may stop at a look; see `autotune.benchmarks.racing`. Writes
+    `outputs.npz` (what the metric reads) and `scores.npz` (scores per example, or the columns that a metric over sets is made of). Returns
+    the MetricValue as JSON under `metric`, the number of rows run under `rows`, and under `stopped` why the rest was not: rule and words.
     """
     model, out = _onnx_handler(args["model"]), Path(args["out"])
     arrays = load_arrays(Path(args["data"]))
@@ -346,28 +395,99 @@ def accuracy(args: Mapping[str, Any]) -> Json:
     check_labels(metric, arrays)
     rows = [int(r) for r in args["rows"]]
     labels = None if metric.reference == "baseline" or LABELS not in arrays else metric.select(arrays[LABELS], rows)
+    baseline = load_outputs(Path(args["baseline_outputs"])) if args.get("baseline_outputs") else None
+    feeding = plan_feeding(arrays, model.io, batch_size=int(args["batch_size"]))
+    looks = look_sizes(len(rows), step=feeding.rows_per_run())
+    watch = _Watch(metric, labels, baseline, len(rows), args["race"], len(looks)) if baseline is not None and args.get("race") else None
     session = create_session(model.path, model.session)
     began = time.perf_counter()
     outputs = run_outputs(
-        session, arrays, model.io, plan_feeding(arrays, model.io, batch_size=int(args["batch_size"])), rows,
-        keep=_keeper(metric, arrays), always=metric.used is not None,
+        session, arrays, model.io, feeding, rows, keep=_keeper(metric, arrays), always=metric.used is not None,
+        looks=looks if watch else (), stop=watch.stop if watch else None,
     )  # fmt: skip
     seconds = time.perf_counter() - began
     del session
     save_outputs(out / OUTPUTS_FILE, outputs)
-    baseline = load_outputs(Path(args["baseline_outputs"])) if args.get("baseline_outputs") else None
-    facts: Json = {"metric": None, "metric_name": metric.name, "rows": len(rows), "seconds": seconds, "finite": outputs.finite}
+    ended = watch.found if watch else None
+    done = watch.done if watch and (ended or not outputs.finite) and watch.done else len(rows)
+    facts: Json = {
+        "metric": None, "metric_name": metric.name, "rows": done, "of": len(rows), "seconds": seconds, "finite": outputs.finite,
+        "looks": watch.looks if watch else [], "stopped": {"rule": ended.rule, "words": ended.words} if ended else None,
+    }  # fmt: skip
     if not outputs.finite and (baseline is None or baseline.finite):
-        return _invalid(Cause.NOT_FINITE, f"NaN or infinite values in the outputs over {len(rows)} rows", **facts)
+        return _invalid(Cause.NOT_FINITE, f"NaN or infinite values in the outputs over {done} rows", **facts)
     try:
-        reference: Any = labels if labels is not None else (baseline or outputs).arrays if metric.reference == "baseline" else None
-        value = compare(metric, outputs.arrays, baseline.arrays if baseline else None, reference, seed=int(args.get("seed", 0)))
-        _save_scores(out / SCORES_FILE, metric.features(outputs.arrays, reference, len(rows)), rows)
+        reference = _reference(metric, labels, baseline or outputs)
+        if ended is not None:
+            features, value = metric.features(outputs.arrays, _rows_of(reference, slice(done), len(rows)), done), ended.metric
+        else:
+            features = metric.features(outputs.arrays, reference, len(rows))
+            others = metric.features(baseline.arrays, reference, len(rows)) if baseline else None
+            value = compare_features(metric, features, others, seed=int(args.get("seed", 0)))
+        _save_scores(out / SCORES_FILE, features, rows[:done])
     except NotFiniteScore as error:
         return _invalid(Cause.NOT_FINITE, str(error), **facts)
     except BadOutput as error:
         return _invalid(Cause.BAD_OUTPUT, str(error), **facts)
     return _ok(**{**facts, "metric": value.to_json()})
+
+
+def _reference(metric: Metric, labels: Array | None, baseline: RunOutputs) -> Labels:
+    """What outputs are compared with: labels, or for a metric of agreement the baseline's outputs."""
+    return labels if labels is not None else baseline.arrays if metric.reference == "baseline" else None
+
+
+def _rows_of(reference: Labels, part: slice, count: int) -> Labels:
+    """Some of the `count` rows of labels, or of each output that has a row per example."""
+    if isinstance(reference, Mapping):
+        return {n: a[part] if a.ndim and len(a) == count else a for n, a in reference.items()}
+    return None if reference is None else reference[part]
+
+
+class _Watch:
+    """Looks at a candidate's scores while it runs, and says when its outcome is certain."""
+
+    def __init__(self, metric: Metric, labels: Array | None, baseline: RunOutputs, count: int, race: Mapping[str, Any], looks: int) -> None:
+        self.metric, self.baseline, self.count = metric, baseline, count
+        self.reference = _reference(metric, labels, baseline)
+        self.rules, self.value = Rules.from_json(race["rules"]), MetricValue.from_json(race["baseline"])
+        self.done = 0
+        self.seen = np.empty(0)
+        self.looks: list[Json] = []
+        self.found: Stop | None = None
+        scores = None
+        if metric.kind != "set":
+            with contextlib.suppress(AutotuneError):  # what is wrong is said when all rows are scored
+                scores = metric.per_example(metric.features(baseline.arrays, self.reference, count))
+        self.race = race_for(metric, scores, looks=looks)
+
+    def stop(self, fresh: RunOutputs, done: int) -> bool:
+        """Take in the rows since the last look."""
+        part = slice(self.done, done)
+        self.done = done
+        if not fresh.finite and self.baseline.finite:
+            return True
+        if self.race is None:
+            return False
+        scores = self._scores(fresh.arrays, part)
+        base = self._scores(_rows_of(self.baseline.arrays, part, self.count), part)
+        if scores is None or base is None or not np.array_equal(base, self.race.baseline[part]):
+            self.race = None  # a function whose score of an example depends on the others: a part of the rows says nothing
+            return False
+        self.seen = np.concatenate([self.seen, scores])
+        difference = self.race.difference(self.seen)
+        if difference is not None:
+            self.looks.append({"rows": done, **difference.to_json()})
+        self.found = look(self.race, self.seen, self.rules, self.value)
+        return self.found is not None
+
+    def _scores(self, outputs: Any, part: slice) -> Array | None:
+        rows = part.stop - part.start
+        with contextlib.suppress(AutotuneError):
+            scores = self.metric.per_example(self.metric.features(outputs, _rows_of(self.reference, part, self.count), rows))
+            if scores is not None and len(scores) == rows and np.isfinite(scores).all():
+                return scores.astype(np.float64)
+        return None
 
 
 def _keeper(metric: Metric, arrays: Arrays) -> Callable[[Arrays, list[int]], list[str]]:
@@ -392,9 +512,10 @@ def latency(args: Mapping[str, Any]) -> Json:
 
     `args`: `model`, `baseline` (None for the baseline itself: two sessions of the same model are timed, and all ratios are 1),
     `data`, `rows` (their feeds are cycled), `batch_size`, `protocol` (fields of LatencyProtocol; defaults for the rest), `seed`, `out`,
+    `limits` (fields of StopAbove: to end early once the candidate is certainly above one),
     and `measurer` with `root`: a user's function that times in place of this stage (verdict `invalid` where what it returns can't be
     used). Sessions of several threads are told to stop spinning between runs, both alike: two that spin disturb each other. Writes every
-    run into `latency.npz` and returns MetricValues as JSON under `metrics`.
+    run into `latency.npz`, with what was seen of the machine in each round, and returns MetricValues as JSON under `metrics`.
     """
     model, out = _onnx_handler(args["model"]), Path(args["out"])
     itself = args.get("baseline") is None
@@ -408,17 +529,17 @@ def latency(args: Mapping[str, Any]) -> Json:
     measurer = get_measurer(args["measurer"], root=Path(args["root"])) if args.get("measurer") else None
     try:
         if measurer is None:
-            samples = measure_paired(sides[0].open, sides[1].open, protocol, seed=seed)
+            if protocol.clock == "cpu":
+                _cpu_clock_fits(model.session, baseline.session)
+            limits = [StopAbove(**limit) for limit in args.get("limits") or () if not itself]
+            samples = measure_paired(sides[0].open, sides[1].open, protocol, seed=seed, limits=limits, watch=Reading.now)
         else:
             samples = _measured_by(measurer, sides, protocol, seed)
     except NotFiniteScore as error:
         return _invalid(Cause.NOT_FINITE, str(error))
     except BadOutput as error:
         return _invalid(Cause.BAD_OUTPUT, str(error))
-    np.savez(
-        out / LATENCY_FILE, allow_pickle=False, candidate_ns=samples.candidate_ns, baseline_ns=samples.baseline_ns, session=samples.session,
-        candidate_first=samples.candidate_first, candidate_first_ns=samples.candidate_first_ns, baseline_first_ns=samples.baseline_first_ns,
-    )  # fmt: skip
+    _save_runs(out / LATENCY_FILE, samples)
     metrics = summarize(samples, examples_a_run=sides[0].examples_a_run, seed=seed, itself=itself)
     in_baseline = summarize_baseline(samples)
     if measurer is not None:
@@ -429,11 +550,40 @@ def latency(args: Mapping[str, Any]) -> Json:
         metrics={name: value.to_json() for name, value in metrics.items()},
         baseline_metrics={"latency": in_baseline.to_json()}, measured_ratio=measured.to_json(),
         not_enough_runs=missing_percentiles(samples), noisy=samples.noisy, ratio_width=relative_width(measured),
-        foreign_load=samples.foreign_load, rounds=samples.rounds, session_pairs=int(samples.session[-1]) + 1,
-        runs_a_block=samples.candidate_ns.shape[1], stopped_by=samples.stopped_by, elapsed_s=samples.elapsed_ns / 1e9,
-        spinning_stopped=spin_stopped and measurer is None, confidence=statistics.CONFIDENCE,
+        foreign_load=samples.foreign_load, machine=samples.load.summary() if samples.load else None, rounds=samples.rounds,
+        rounds_disturbed=int(samples.disturbed.sum()) if samples.disturbed is not None else None, rounds_used=int(samples.used.sum()),
+        session_pairs=samples.session_pairs, runs_a_block=samples.candidate_ns.shape[1], stopped_by=samples.stopped_by, stopped_why=samples.why,
+        late_runs=samples.late, elapsed_s=samples.elapsed_ns / 1e9, spinning_stopped=spin_stopped and measurer is None,
+        confidence=statistics.CONFIDENCE,
         protocol=protocol.to_json() if measurer is None else {"measurer": measurer.name, "rounds": protocol.min_runs},
     )  # fmt: skip
+
+
+def _save_runs(path: Path, samples: PairedSamples) -> None:
+    """Keep every run; `used` marks the rounds that estimates count, arrays named `load_...` say what was seen of the machine in each."""
+    seen = {f"load_{name}": values for name, values in vars(samples.load).items()} if samples.load else {}
+    disturbed = samples.disturbed if samples.disturbed is not None else np.zeros(samples.rounds, np.bool_)
+    np.savez(
+        path, allow_pickle=False, candidate_ns=samples.candidate_ns, baseline_ns=samples.baseline_ns, session=samples.session,
+        candidate_first=samples.candidate_first, candidate_first_ns=samples.candidate_first_ns, baseline_first_ns=samples.baseline_first_ns,
+        candidate_crowd_ns=samples.candidate_crowd_ns, baseline_crowd_ns=samples.baseline_crowd_ns, crowd_runs=np.array(samples.crowd_runs),
+        used=samples.used, disturbed=disturbed, **seen,
+    )  # fmt: skip
+
+
+def _cpu_clock_fits(*settings: SessionSettings) -> None:
+    """Make sure that CPU time can stand for the time of a run. Raises `ConfigError`."""
+    who, do = "measure.clock", "Write `clock: wall`, or `target: {ep: cpu, threads: 1}`."
+    for one in settings:
+        if one.execution_provider != "CPUExecutionProvider":
+            raise ConfigError(who, "CPU time counts runs on CPUExecutionProvider only", one.execution_provider, do)
+        if _has_threads(one):
+            raise ConfigError(who, "CPU time counts runs on one thread only", f"{one.intra_op_num_threads} threads, {one.execution_mode}", do)
+    began = now = time.process_time_ns()
+    while now == began:
+        now = time.process_time_ns()
+    if now - began > CLOCK_STEP_NS:
+        raise ConfigError(who, "this system's clock of CPU time must count in steps below 0.1 ms", f"{(now - began) / 1e6:g} ms", do)
 
 
 def _measured_by(measurer: Measurer, sides: Sequence[_Side], protocol: LatencyProtocol, seed: int) -> PairedSamples:

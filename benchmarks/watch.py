@@ -7,18 +7,20 @@ model look faster than it is, and the noisier the more.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-# How far above the quieter rounds a round may lie, as a share of its time; the kernel's ticks of 10 ms are allowed for on top.
+# A round may lie a quarter above the quieter rounds and this share of its time; the kernel's ticks of 10 ms are allowed for on top.
+CLEARLY_MORE = 1.25
 FOREIGN_ALLOWANCE = 0.04
 STOLEN_ALLOWANCE = 0.02
 WAITING_ALLOWANCE = 0.02
@@ -121,12 +123,39 @@ def _mhz(cpus: set[int]) -> float:
     return float(np.mean(found)) if found else np.nan
 
 
+class Seen(NamedTuple):
+    """What was seen of the machine in one round; the fields are those of `Load`."""
+
+    wall_s: float
+    foreign_s: float
+    stolen_s: float
+    waiting_s: float
+    off_cpu_s: float
+    asleep_s: float
+    throttled_s: float
+    hot: float
+    mhz: float
+    cpus: float
+
+
+def between(before: Reading, after: Reading, *, pause_s: float = 0.0) -> Seen:
+    """What happened between two readings, `pause_s` of which this process paused on purpose."""
+    wall, own, waiting = after.wall_s - before.wall_s, after.own_s - before.own_s, after.waiting_s - before.waiting_s
+    return Seen(
+        wall_s=wall, foreign_s=after.busy_s - before.busy_s - own, stolen_s=after.stolen_s - before.stolen_s, waiting_s=waiting,
+        off_cpu_s=max(wall - own - (0.0 if math.isnan(waiting) else waiting) - pause_s, 0.0), asleep_s=after.boot_s - before.boot_s - wall,
+        throttled_s=after.throttled_s - before.throttled_s, hot=after.hot - before.hot, mhz=after.mhz,
+        cpus=float(before.cpus) if before.cpus == after.cpus else min(before.cpus, after.cpus) - 0.5,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Load:
     """What was seen of the machine in each round: arrays of shape (rounds,), NaN where the system doesn't tell.
 
     `foreign_s`: CPU time that others had of `cpus` CPUs, stolen time included. `waiting_s`: this process's threads waited for a CPU. `off_cpu_s`:
     it neither ran nor waited (stopped, or waiting for a device), pauses between paced runs left out. `asleep_s`: the machine slept.
+    `cpus` is no whole number where it changed within the round.
     """
 
     wall_s: NDArray[np.float64]
@@ -141,24 +170,8 @@ class Load:
     cpus: NDArray[np.float64]
 
     @classmethod
-    def of(cls, seen: Sequence[tuple[Reading, Reading, float]]) -> Load:
-        """From the readings before and after each round, and the seconds that it paused on purpose."""
-        rounds = [cls._between(*one) for one in seen]
-        return cls(**{f.name: np.array([one[f.name] for one in rounds], np.float64) for f in fields(cls)})
-
-    @staticmethod
-    def _between(before: Reading, after: Reading, pause_s: float) -> dict[str, float]:
-        def passed(name: str) -> float:
-            return float(getattr(after, name) - getattr(before, name))
-
-        wall, own = passed("wall_s"), passed("own_s")
-        waiting = passed("waiting_s")
-        return {
-            "wall_s": wall, "foreign_s": passed("busy_s") - own, "stolen_s": passed("stolen_s"), "waiting_s": waiting,
-            "off_cpu_s": max(wall - own - (0.0 if np.isnan(waiting) else waiting) - pause_s, 0.0), "asleep_s": passed("boot_s") - wall,
-            "throttled_s": passed("throttled_s"), "hot": passed("hot"), "mhz": after.mhz,
-            "cpus": float(before.cpus if before.cpus == after.cpus else min(before.cpus, after.cpus) - 0.5),
-        }  # fmt: skip
+    def of(cls, rounds: Sequence[Seen]) -> Load:
+        return cls(*np.array(rounds, np.float64).T)
 
     def foreign_share(self) -> float | None:
         """Share of the CPUs' time, over all rounds, that went to others, 0 to 1."""
@@ -174,16 +187,17 @@ class Load:
         available = np.maximum(self.wall_s * self.cpus, 1e-9)
         ticks = 1 / CLOCK_TICKS / available
         wall = np.maximum(self.wall_s, 1e-9)
-        return (
+        found: NDArray[np.bool_] = (
             _unusual(self.foreign_s / available, FOREIGN_ALLOWANCE + 2 * ticks * np.ceil(self.cpus))
             | _unusual(self.stolen_s / available, STOLEN_ALLOWANCE + ticks)
-            | _unusual(self.waiting_s / wall, WAITING_ALLOWANCE)
+            | _unusual(self.waiting_s / np.maximum(wall - self.off_cpu_s, 1e-9), WAITING_ALLOWANCE)
             | _unusual(self.off_cpu_s, OFF_CPU_S)
             | _unusual(self.throttled_s / wall, THROTTLED_ALLOWANCE)
             | _unusual(self.hot, 0.5)
             | (np.nan_to_num(self.asleep_s) > ASLEEP_S)
             | (self.cpus != self.cpus[0])
         )
+        return found
 
     def summary(self) -> dict[str, Any]:
         """For a record: totals in seconds, shares, lowest, middle and highest frequency; None where the system doesn't tell."""
@@ -202,4 +216,4 @@ class Load:
 def _unusual(values: NDArray[np.float64], allowance: NDArray[np.float64] | float) -> NDArray[np.bool_]:
     if np.isnan(values).all():
         return np.zeros(len(values), np.bool_)
-    return np.nan_to_num(values, nan=-np.inf) > np.nanquantile(values, QUIET, method="lower") + allowance
+    return np.nan_to_num(values, nan=-np.inf) > CLEARLY_MORE * np.nanquantile(values, QUIET, method="lower") + allowance

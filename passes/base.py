@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, TypeGuard, Union, get_args, get_origi
 
 from autotune.errors import PassConfigError, PassError, SpaceError, nearest
 from autotune.model import ONNX, PYTORCH, ModelHandler, load_object
+from autotune.passes.findings import Findings
 from autotune.search_spaces.parameters import (
     INACTIVE,
     INVALID,
@@ -136,6 +137,7 @@ class Pass(ABC):
         """Validate `config` against the table and fill in defaults; raises `PassConfigError`."""
         self.accelerator_spec = accelerator_spec
         self.user_script = user_script
+        self.findings = Findings()  # the runner of a sweep gives a folder that its trials share
         self.config: dict[str, Any] = self.resolve(accelerator_spec, config or {})
 
     @classmethod

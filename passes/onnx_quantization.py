@@ -1,53 +1,57 @@
-"""OnnxQuantization: 8-bit post-training quantization by ONNX Runtime's own quantizers.
+"""OnnxQuantization: post-training quantization to 4, 8 or 16 bits by ONNX Runtime's own quantizers.
 
 Source: ONNX Runtime documentation, "Quantize ONNX models"; failures that are met here on purpose were each seen with 1.32.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from autotune.data import RANDOM
 from autotune.errors import PassConfigError, PassError, nearest
-from autotune.model import LARGE_BYTES, MODEL_FILE, ONNXModelHandler, message_bytes, save_onnx
+from autotune.model import MODEL_FILE, ONNXModelHandler, save_onnx
 from autotune.passes.base import ONNX, AcceleratorSpec, ModelTraits, ParamCategory, Pass, PassConfigParam, PassContract
 from autotune.passes.calibration import activation_ranges, calibration_feeds
+from autotune.passes.findings import Findings
 from autotune.passes.onnx_graph import (
     default_opset,
-    fresh_name,
-    glob_like,
-    graphs_of,
-    initializer_names,
     is_quantized,
     library_errors,
-    lift_constants,
     load_fixed,
     name_every_node,
     operator_counts,
-    optimize_by_session,
     quiet,
-    rename_new_initializers,
-    short_message,
+    sort_nodes,
     unchanged,
-    value_names,
 )
+from autotune.passes.quantization_graph import (
+    Prepared,
+    coverage,
+    float_type,
+    matching_nodes,
+    one_scale,
+    prepare,
+    quantizable,
+    refuse_wild_weights,
+)
+from autotune.passes.quantization_groups import by_harm, content_of, content_of_arrays, groups_of, rows_for
+from autotune.passes.quantization_scales import drop_unbounded, nodes_at, saturated, to_powers_of_two
 from autotune.passes.registry import register
 from autotune.search_spaces.parameters import INACTIVE, Boolean, Categorical, Conditional, ConditionalDefault
-from autotune.target import surroundings
+from autotune.target import library_versions, surroundings
 
 if TYPE_CHECKING:
     import onnx
 
 WHO = "OnnxQuantization"
 PER_CHANNEL_OPSET = 13  # DequantizeLinear has an axis from here on
+WIDE_OPSET = 21  # QuantizeLinear and DequantizeLinear have types of 4 and 16 bits from here on
 GROUPS: Mapping[str, tuple[str, ...]] = {"matmul": ("MatMul", "Gemm", "Attention"), "conv": ("Conv", "ConvTranspose")}
 # What ONNX Runtime can quantize, by mode. Written out, so that a config can be judged without loading ONNX Runtime.
 DYNAMIC_OPERATORS = frozenset({"Attention", "Conv", "EmbedLayerNormalization", "Gather", "Gemm", "LSTM", "MatMul", "Transpose"})
@@ -59,14 +63,16 @@ QOPERATOR_OPERATORS = frozenset({
 QDQ_OPERATORS = QOPERATOR_OPERATORS | {
     "BatchNormalization", "ConvTranspose", "CumSum", "GatherElements", "InstanceNormalization", "LayerNormalization", "Slice", "TopK",
 }  # fmt: skip
-# Where weights sit: operator to the inputs that hold them. Without one of these an 8-bit model has nothing to gain.
-WEIGHTED: Mapping[str, tuple[int, ...]] = {
-    "MatMul": (0, 1), "Gemm": (0, 1), "Conv": (1,), "ConvTranspose": (1,), "Attention": (1,), "LSTM": (1, 2), "Gather": (0,),
-    "EmbedLayerNormalization": (2, 3, 4),
+EIGHT_BITS = ("int8", "uint8")
+SAMPLES: Mapping[str, int] = {  # histograms cost more a sample
+    "minmax": 100, "moving_average": 100, "distribution": 100, "entropy": 32, "percentile": 32,
 }  # fmt: skip
-
-
-SAMPLES: Mapping[str, int] = {"minmax": 100, "entropy": 32, "percentile": 32}  # histograms cost more a sample
+HARM_DEPENDS_ON = ("weight_type", "activation_type", "weight_symmetric", "activation_symmetric", "per_channel", "reduce_range")
+MOST_REPAIRS = 8  # rounds in which nodes with biases out of bounds are left out; each round finds one at least
+STATIC_ONLY = (
+    "activation_type", "activation_symmetric", "quant_format", "power_of_two_scales", "calibrate_method", "percentile", "standard_deviations",
+    "calibration_data_dir", "calibration_samples", "exclude_top_k",
+)  # fmt: skip
 
 
 def _operator_fault(value: str) -> str:
@@ -99,11 +105,11 @@ def _eight_bits_overflow() -> bool:
 
 @register
 class OnnxQuantization(Pass):
-    """Quantize weights, and in static mode activations too, to 8 bits."""
+    """Quantize weights, and in static mode activations too, to whole numbers of 8 bits, or of 4 and 16 where the operators have them."""
 
     contract = PassContract(
         accepts=ONNX, returns=ONNX, min_opset=10, needs_calibration_when={"quant_mode": "static"}, refuses_quantized_input=True,
-        data={"calibration_data_dir": "calibration"}, version=1,
+        data={"calibration_data_dir": "calibration"}, version=2,
     )  # fmt: skip
 
     @classmethod
@@ -114,29 +120,49 @@ class OnnxQuantization(Pass):
                 description="static takes activation ranges from calibration data; dynamic finds them while the model runs",
             ),
             "weight_type": PassConfigParam(
-                type_=Literal["int8", "uint8"], default_value="int8",
+                type_=Literal["int8", "uint8", "int4", "uint4"], default_value="int8",
                 search_defaults=Conditional("quant_mode", {"static": Categorical(["int8"]), "dynamic": Categorical(["int8", "uint8"])}),
-                description="type of quantized weights, int8 (symmetric) or uint8; in static mode uint8 is slower on x86 and not searched",
+                description="type of quantized weights; in static mode uint8 is slower on x86 and not searched. int4 and uint4 are for size, not "
+                "speed: static mode, QDQ, opset 21",
+            ),
+            "weight_symmetric": PassConfigParam(
+                type_=bool | None,
+                description="weights without an offset; left out: int8 and int4 have none, uint8 and uint4 one, but none in static mode per channel",
             ),
             "activation_type": PassConfigParam(
-                type_=Literal["uint8", "int8"], default_value=_static_default("uint8"), search_defaults=_static(Categorical(["uint8"])),
+                type_=Literal["uint8", "int8", "uint16", "int16"], default_value=_static_default("uint8"),
+                search_defaults=_static(Categorical(["uint8"])),
                 description="type of quantized activations; static mode only. int8 is slow on x86 and not searched; int8 with uint8 weights is "
-                "refused, as ONNX Runtime has no kernels for it",
+                "refused, as ONNX Runtime has no kernels for it. 16 bits need QDQ and opset 21, keep accuracy, and run as float on CPUs",
+            ),
+            "activation_symmetric": PassConfigParam(
+                type_=bool, default_value=_static_default(False), search_defaults=_static(Categorical([False])),
+                description="scales of activations without an offset, as TensorRT and QNN demand; static mode only",
             ),
             "quant_format": PassConfigParam(
                 type_=Literal["QDQ", "QOperator"], default_value=_static_default("QDQ"), search_defaults=_static(Categorical(["QDQ"])),
                 description="QDQ (pairs of QuantizeLinear and DequantizeLinear around float operators) or QOperator (QLinear operators); "
                 "static mode only. QOperator is no faster and, with int8 activations, 4 times slower: not searched",
             ),
+            "power_of_two_scales": PassConfigParam(
+                type_=bool, default_value=_static_default(False), search_defaults=_static(Categorical([False])),
+                description="raise every scale to the next power of two, as QNN demands; QDQ with symmetric weights and activations only",
+            ),
             "calibrate_method": PassConfigParam(
-                type_=Literal["minmax", "entropy", "percentile"], default_value=_static_default("minmax"),
+                type_=Literal["minmax", "moving_average", "distribution", "entropy", "percentile"], default_value=_static_default("minmax"),
                 search_defaults=_static(Categorical(["minmax", "entropy", "percentile"])),
-                description="how activation ranges are found; static mode only",
+                description="how activation ranges are found; static mode only. moving_average: the mean of the examples' ends; distribution: "
+                "the mean and standard_deviations to either side, no further than the ends. Neither of these is searched",
             ),
             "percentile": PassConfigParam(
                 type_=float, default_value=ConditionalDefault("calibrate_method", {"percentile": 99.99}, default=INACTIVE), minimum=50, maximum=100,
                 search_defaults=Conditional("calibrate_method", {"percentile": Categorical([99.99])}, default=INACTIVE),
                 description="share of values, in percent, that a range must hold; half of the rest is cut at either end. percentile method only",
+            ),
+            "standard_deviations": PassConfigParam(
+                type_=float, minimum=1, maximum=100, default_value=ConditionalDefault("calibrate_method", {"distribution": 6.0}, default=INACTIVE),
+                search_defaults=Conditional("calibrate_method", {"distribution": Categorical([6.0])}, default=INACTIVE),
+                description="how far a range reaches from the mean; distribution method only",
             ),
             "calibration_data_dir": PassConfigParam(
                 type_=str | Path, category=ParamCategory.DATA,
@@ -163,9 +189,19 @@ class OnnxQuantization(Pass):
                 type_=bool, default_value=False, search_defaults=Boolean() if _eight_bits_overflow() else None,
                 description="7-bit weights, against overflow on x86 CPUs without VNNI (searched there only)",
             ),
+            "nodes_to_quantize": PassConfigParam(
+                type_=list[str],
+                description="names of nodes of the input model to quantize, of the chosen types, and no others; patterns as in nodes_to_exclude",
+            ),
             "nodes_to_exclude": PassConfigParam(
                 type_=list[str],
                 description="names of nodes of the input model to leave in float; * and ? match any text. A name that matches nothing is refused",
+            ),
+            "exclude_top_k": PassConfigParam(
+                type_=int, minimum=0, default_value=_static_default(0), search_defaults=_static(Categorical([0])),
+                description="how many groups of nodes to leave in float, beginning with the one whose quantization alone changes the outputs most. "
+                "A group is what the runtime fuses. The order is found once for a model and these parameters; it costs a quantization and a few "
+                "runs for each group. Static mode only",
             ),
             "quant_preprocess": PassConfigParam(
                 type_=bool, default_value=True,
@@ -175,12 +211,9 @@ class OnnxQuantization(Pass):
 
     @classmethod
     def validate_config(cls, config: Mapping[str, Any], accelerator_spec: AcceleratorSpec) -> None:
-        """Refuse int8 activations with uint8 weights, and operators that the mode or format has no quantized form of."""
-        if config.get("activation_type") == "int8" and config["weight_type"] == "uint8":
-            raise PassConfigError(
-                cls.__name__, "int8 activations need int8 weights", "activation_type='int8' with weight_type='uint8'",
-                "Set weight_type to 'int8', or activation_type to 'uint8'.",
-            )  # fmt: skip
+        """Refuse types, formats and symmetries that ONNX Runtime has no quantizer or no kernels for together."""
+        for must, got, do in _contradictions(config):
+            raise PassConfigError(cls.__name__, must, got, do)
         known = _operators_of(config)
         for part in config["op_types_to_quantize"].split("+"):
             if part != "all" and part not in GROUPS and part not in known:
@@ -189,219 +222,108 @@ class OnnxQuantization(Pass):
 
     @classmethod
     def traits(cls, config: Mapping[str, Any]) -> ModelTraits:
-        """ONNX Runtime's quantizers make symmetric weights of int8 ones, asymmetric activations, and scales of any size."""
-        weights = config["weight_type"]
-        common = ModelTraits(
-            quantized=True, weight_type=weights, symmetric_weights=weights == "int8", symmetric_activations=False, power_of_two=False,
-            per_channel=config["per_channel"],
+        """Per channel, ONNX Runtime's static quantizer makes symmetric weights of any type; else its signed types are symmetric by default."""
+        weights, symmetric = config["weight_type"], config.get("weight_symmetric")
+        static = config["quant_mode"] == "static"
+        if symmetric is None:
+            symmetric = weights in ("int8", "int4") or (static and config["per_channel"])
+        common = ModelTraits(quantized=True, weight_type=weights, symmetric_weights=symmetric, per_channel=config["per_channel"], power_of_two=False)
+        if not static:
+            return replace(common, format="dynamic", activation_type="uint8", symmetric_activations=False)
+        return replace(
+            common, format=config["quant_format"].lower(), activation_type=config["activation_type"],
+            symmetric_activations=config["activation_symmetric"], power_of_two=config["power_of_two_scales"],
         )  # fmt: skip
-        if config["quant_mode"] == "dynamic":
-            return replace(common, format="dynamic", activation_type="uint8")
-        return replace(common, format=config["quant_format"].lower(), activation_type=config["activation_type"])
 
     def _run_for_config(self, model: ONNXModelHandler, config: Mapping[str, Any], output_model_path: Path) -> ONNXModelHandler:
+        who = type(self).__name__
         given = load_fixed(model)
         if is_quantized(given):
             raise PassError(
-                WHO, "takes a float model", "one that holds quantized operators already", "Leave this pass out, or start from the float model."
+                who, "takes a float model", "one that holds quantized operators already", "Leave this pass out, or start from the float model."
             )
-        if config["per_channel"] and default_opset(given) < PER_CHANNEL_OPSET:
-            raise PassError(
-                WHO, f"per_channel needs opset {PER_CHANNEL_OPSET} or later", f"opset {default_opset(given)}",
-                "Set per_channel to false, or convert the model to a later opset first.",
-            )  # fmt: skip
+        _refuse_low_opset(who, default_opset(given), config)
         before = operator_counts(given)
         named = type(given)()
         named.CopyFrom(given)
         name_every_node(named)
-        excluded = _matching_nodes(named, config.get("nodes_to_exclude") or [])
-        prepared = _prepare(named, optimize=config["quant_preprocess"], excluded=excluded)
         operators = _operator_types(config)
-        coverage = _coverage(prepared.proto, operators, prepared.excluded)
-        _refuse_wild_weights(prepared.proto)
-        notes: dict[str, Any] = {"operators_before": before, "quantizable_nodes": coverage.quantizable, **prepared.notes}
-        if not coverage.quantizable:
-            return unchanged(model, output_model_path, coverage.reason, notes={**notes, "operators_after": before, "quantized_nodes": 0})
+        patterns = {name: config.get(name) for name in ("nodes_to_exclude", "nodes_to_quantize")}
+        excluded, only = (matching_nodes(named, p or [], who=who, parameter=name) for name, p in patterns.items())
+        prepared = prepare(
+            named, optimize=config["quant_preprocess"], excluded=excluded, only=only if patterns["nodes_to_quantize"] is not None else None,
+            operators=operators,
+        )  # fmt: skip
+        possible = quantizable(prepared.proto, operators, prepared.excluded)
+        refuse_wild_weights(prepared.proto, who=who)
+        notes: dict[str, Any] = {"operators_before": before, "quantizable_nodes": possible.nodes, **prepared.notes}
+        if not possible.nodes:
+            return unchanged(model, output_model_path, possible.reason, notes={**notes, "operators_after": before, "quantized_nodes": 0})
 
-        overrides = _scalar_scales(prepared.proto, operators, notes) if config["per_channel"] else {}
+        whole = one_scale(prepared.proto, operators, notes) if config["per_channel"] else []
         if config["quant_mode"] == "static":
             if str(config.get("calibration_data_dir")) == RANDOM:
                 notes["calibration"] = "random data: the activation ranges say nothing about real data"
-            quantized = _quantize_static(prepared, operators, overrides, model, config)
+            quantized = _quantize_static(self, prepared, operators, whole, model, config, notes)
         else:
-            quantized = _quantize_dynamic(prepared, operators, config)
-        after = operator_counts(quantized)
-        notes.update(operators_after=after, quantized_nodes=_quantized_nodes(quantized))
-        if not notes["quantized_nodes"]:
-            return unchanged(
-                model, output_model_path, "ONNX Runtime's quantizer left every weight in float", notes={**notes, "operators_after": before}
-            )
+            quantized = _quantize_dynamic(who, prepared, operators, config)
+        sort_nodes(quantized.graph)  # the quantizers append what they add
+        covered = coverage(possible, quantized)
+        notes.update(operators_after=operator_counts(quantized), quantized_nodes=covered["nodes"], coverage=covered)
+        if not covered["nodes"]:
+            reason = notes.get("left_in_float", "ONNX Runtime's quantizer left every weight in float")
+            if len(notes.get("excluded_groups", ())) < config.get("exclude_top_k", 0):
+                reason = f"every group of nodes is excluded: there are {len(notes['excluded_groups'])}"
+            return unchanged(model, output_model_path, reason, notes={**notes, "operators_after": before})
         return model.written(output_model_path, proto=quantized, notes={**notes, "changed": True})
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A model ready for the quantizers: named, folded, with known shapes; and the nodes to leave alone, by their names there."""
-
-    proto: onnx.ModelProto
-    excluded: frozenset[str] = frozenset()
-    notes: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _matching_nodes(proto: onnx.ModelProto, patterns: Sequence[str]) -> list[onnx.NodeProto]:
-    """Nodes of the main graph that names or patterns mean. Raises `PassError` for one that matches nothing, with the nearest name."""
-    found = {}
-    for pattern in patterns:
-        expression = glob_like(pattern)
-        matches = [node for node in proto.graph.node if expression.fullmatch(node.name)]
-        if not matches:
-            names = [node.name for node in proto.graph.node]
-            hint = nearest(pattern, names) if len(names) <= 20 or nearest(pattern, names).startswith("Did") else "No node's name is near it."
-            raise PassError(WHO, "each entry of nodes_to_exclude must match a node of the model", repr(pattern), hint)
-        found.update({node.name: node for node in matches})
-    return list(found.values())
-
-
-def _prepare(named: onnx.ModelProto, *, optimize: bool, excluded: Sequence[onnx.NodeProto]) -> _Prepared:
-    """Fold and fuse by ONNX Runtime's basic level, infer shapes, lift constants, and give shared biases a copy each.
-
-    Excluded nodes are looked up again afterwards: fusions rename nodes. Where one can't be found, nothing is fused.
-    """
-    notes: dict[str, Any] = {}
-    proto = named
-    if optimize:
-        known = initializer_names(named)
-        try:
-            proto = optimize_by_session(named, "basic")
-        except Exception as error:  # the quantizer may still take what a session would not
-            notes["preprocess"] = f"not optimized first: {short_message(error)}"
-            optimize = False
-        rename_new_initializers(proto, known)
-    names, lost = _find_again(proto, excluded)
-    if lost and optimize:
-        notes["preprocess"] = f"not optimized first: fusions would have hidden excluded nodes ({', '.join(lost[:3])})"
-        proto = named
-        names = frozenset(node.name for node in excluded)
-    if optimize or default_opset(proto) <= 10:
-        proto, problem = _with_shapes(proto)
-        if problem:
-            notes["shape_inference"] = problem
-    else:
-        copied = type(proto)()
-        copied.CopyFrom(proto)
-        proto = copied
-    name_every_node(proto)
-    lift_constants(proto)
-    _own_biases(proto)
-    _own_weights(proto)
-    return _Prepared(proto, names, notes)
+def _contradictions(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What can't be together, as the parts of an error: what must hold, what came, what to do."""
+    weights, activations = config["weight_type"], config.get("activation_type", "uint8")
+    static, symmetric = config["quant_mode"] == "static", config.get("weight_symmetric")
+    qdq = config.get("quant_format") == "QDQ"
+    found = []
+    if not static and weights not in EIGHT_BITS:
+        found.append(("dynamic mode has weights of 8 bits", f"weight_type={weights!r}", "Choose int8 or uint8, or OnnxBlockwiseQuantization."))
+    if activations == "int8" and weights == "uint8":
+        found.append((
+            "int8 activations need int8 weights", "activation_type='int8' with weight_type='uint8'",
+            "Set weight_type to 'int8', or activation_type to 'uint8'.",
+        ))  # fmt: skip
+    if static and not qdq and not {weights, activations} <= set(EIGHT_BITS):
+        got = f"weight_type={weights!r}, activation_type={activations!r}"
+        found.append(("QOperator has types of 8 bits only", got, "Set quant_format to 'QDQ', or choose types of 8 bits."))
+    if static and not qdq and config["per_channel"] and weights != "int8":
+        found.append(("QOperator per channel writes int8 weights, whatever is asked", f"weight_type={weights!r}", "Choose int8, or QDQ."))
+    if static and config["per_channel"] and symmetric is False:
+        found.append((
+            "weights are symmetric per channel in static mode", "weight_symmetric=False with per_channel=True",
+            "Leave weight_symmetric out, or set per_channel to false.",
+        ))  # fmt: skip
+    if config["reduce_range"] and weights not in EIGHT_BITS:
+        found.append(("reduce_range is for weights of 8 bits", f"weight_type={weights!r}", "Set reduce_range to false."))
+    if config.get("power_of_two_scales"):
+        default = weights in ("int8", "int4") or config["per_channel"]
+        if not qdq or not config["activation_symmetric"] or not (default if symmetric is None else symmetric):
+            got = f"quant_format={config['quant_format']!r}, activation_symmetric={config['activation_symmetric']}, weight_symmetric={symmetric}"
+            found.append(("power_of_two_scales needs QDQ with symmetric weights and activations", got, "Set both to true, quant_format to 'QDQ'."))
+    return found
 
 
-def _find_again(proto: onnx.ModelProto, excluded: Sequence[onnx.NodeProto]) -> tuple[frozenset[str], list[str]]:
-    """Names in `proto` of nodes that came from another model, and the names of those that can't be told.
-
-    A node is the same if it has the name, or gives the same output, or multiplies by the same weight.
-    """
-    by_name = {node.name: node for node in proto.graph.node}
-    weights = initializer_names(proto)
-    names, lost = set(), []
-    for node in excluded:
-        same = [node.name] if node.name in by_name else []
-        same = same or [n.name for n in proto.graph.node if set(n.output) & set(node.output)]
-        held = set(node.input) & weights
-        same = same or [n.name for n in proto.graph.node if held & set(n.input)]
-        names.update(same)
-        if not same:
-            lost.append(node.name)
-    return frozenset(names), lost
-
-
-def _with_shapes(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
-    """Infer symbolic, then plain shapes; Upsample becomes Resize below opset 11. The second value says what did not work."""
-    import onnx
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    problem = ""
-    with tempfile.TemporaryDirectory(prefix="autotune-shapes-") as name:
-        target = Path(name, "shapes.onnx")
-        for symbolic in (True, False):
-            copied = type(proto)()
-            copied.CopyFrom(proto)
-            try:
-                with quiet():
-                    quant_pre_process(
-                        copied, str(target), skip_optimization=True, skip_symbolic_shape=not symbolic, auto_merge=True,
-                        save_as_external_data=message_bytes(proto) >= LARGE_BYTES, all_tensors_to_one_file=True,
-                    )  # fmt: skip
-                return onnx.load(str(target)), problem
-            except Exception as error:  # symbolic inference fails on many dynamic shapes; plain inference is second best
-                problem = f"{'symbolic' if symbolic else 'plain'} shape inference failed: {short_message(error)}"
-    copied = type(proto)()
-    copied.CopyFrom(proto)
-    return copied, problem
-
-
-def _own_biases(proto: onnx.ModelProto) -> None:
-    """Give each Conv and Gemm a bias of its own, of rank 1.
-
-    A shared one would be quantized for one of them and be wrong for the other; on the rank 2 that Gemm allows, quantization per
-    channel stops with "The truth value of an array with more than one element is ambiguous".
-    """
-    from onnx import numpy_helper
-
-    initializers = {t.name: t for t in proto.graph.initializer}
-    taken = value_names(proto)
-    uses = Counter(name for graph in graphs_of(proto.graph) for node in graph.node for name in node.input)
-    for node in proto.graph.node:
-        if node.op_type not in ("Conv", "ConvTranspose", "Gemm") or len(node.input) < 3 or not node.input[2]:
-            continue
-        bias = initializers.get(node.input[2])
-        weight = initializers.get(node.input[1])
-        if bias is None or weight is None:
-            continue
-        values = numpy_helper.to_array(bias)
-        if node.op_type == "Gemm" and len(weight.dims) == 2:
-            transposed = any(a.name == "transB" and a.i for a in node.attribute)
-            channels = weight.dims[0] if transposed else weight.dims[1]
-            if values.size == 1:
-                values = np.full(channels, values.reshape(-1)[0], values.dtype)
-            elif values.size == channels and values.shape[-1] == channels:
-                values = values.reshape(channels)
-        if uses[bias.name] < 2 and values.shape == tuple(bias.dims):
-            continue
-        uses[bias.name] -= 1
-        own = numpy_helper.from_array(np.ascontiguousarray(values), fresh_name(f"{bias.name}_own", taken))
-        taken.add(own.name)
-        proto.graph.initializer.append(own)
-        node.input[2] = own.name
-
-
-def _own_weights(proto: onnx.ModelProto) -> None:
-    """Give nodes that take a weight along different axes a copy each.
-
-    Quantized per channel once, for the axis of the first node, a weight is silently wrong for a Gemm that takes it transposed.
-    """
-    initializers = {t.name: t for t in proto.graph.initializer}
-    taken = value_names(proto)
-    copies: dict[tuple[str, str], str] = {}
-    first: dict[str, str] = {}
-    for node in proto.graph.node:
-        for index in WEIGHTED.get(node.op_type, ()):
-            name = node.input[index] if index < len(node.input) else ""
-            if name not in initializers or len(initializers[name].dims) < 2:
-                continue
-            axis = f"{node.op_type} {index}"
-            if node.op_type in ("MatMul", "Gemm"):
-                transposed = any(a.name == ("transA", "transB")[index] and a.i for a in node.attribute)
-                axis = f"product {index != transposed}"
-            if first.setdefault(name, axis) == axis:
-                continue
-            if (name, axis) not in copies:
-                own = proto.graph.initializer.add()
-                own.CopyFrom(initializers[name])
-                own.name = copies[name, axis] = fresh_name(f"{name}_own", taken)
-                taken.add(own.name)
-            node.input[index] = copies[name, axis]
+def _refuse_low_opset(who: str, opset: int, config: Mapping[str, Any]) -> None:
+    """Raise `PassError` where the operators or types that are asked for are not in the model's opset."""
+    wide = {config["weight_type"], config.get("activation_type", "uint8")} - set(EIGHT_BITS)
+    if wide and opset < WIDE_OPSET:
+        raise PassError(
+            who, f"{' and '.join(sorted(wide))} need opset {WIDE_OPSET} or later", f"opset {opset}",
+            "Choose types of 8 bits, or convert the model to a later opset first.",
+        )  # fmt: skip
+    if config["per_channel"] and opset < PER_CHANNEL_OPSET:
+        raise PassError(
+            who, f"per_channel needs opset {PER_CHANNEL_OPSET} or later", f"opset {opset}",
+            "Set per_channel to false, or convert the model to a later opset first.",
+        )  # fmt: skip
 
 
 def _operator_types(config: Mapping[str, Any]) -> list[str]:
@@ -419,115 +341,135 @@ def _operator_types(config: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Coverage:
-    """How many nodes of the chosen types hold constant weights, and why it is none."""
+class _Static:
+    """The static quantizer at work: quantizes the prepared model with some nodes left in float, as often as it is asked."""
 
-    quantizable: int
-    reason: str
+    who: str
+    prepared: Prepared
+    operators: Sequence[str]
+    ranges: Any  # ONNX Runtime's TensorsData
+    one_scale: Sequence[str]
+    config: Mapping[str, Any]
 
+    def __call__(self, excluded: frozenset[str]) -> onnx.ModelProto:
+        from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
+        from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+        from onnxruntime.quantization.quant_utils import QuantizationMode, QuantType
 
-def _coverage(proto: onnx.ModelProto, operators: Iterable[str], excluded: frozenset[str]) -> _Coverage:
-    wanted = set(operators)
-    weights = {t.name for t in proto.graph.initializer if t.data_type == _float_type()}
-
-    def weighted(node: onnx.NodeProto) -> bool:
-        return any(i < len(node.input) and node.input[i] in weights for i in WEIGHTED.get(node.op_type, ()))
-
-    chosen = [n for n in proto.graph.node if n.op_type in wanted]
-    kept = [n for n in chosen if n.name not in excluded]
-    quantizable = sum(map(weighted, kept))
-    inside = Counter(n.op_type for graph in list(graphs_of(proto.graph))[1:] for n in graph.node if n.op_type in WEIGHTED)
-    inside.update(n.op_type for f in proto.functions for n in f.node if n.op_type in WEIGHTED)
-    listed = ", ".join(f"{count} {name}" for name, count in sorted(inside.items()))
-    reason = ""
-    if chosen and not kept:
-        reason = "every node of the chosen types is excluded"
-    elif not quantizable:
-        heavy = sorted(set(WEIGHTED) & wanted) or sorted(wanted)
-        reason = f"no {'/'.join(heavy)} with constant float32 weights in the main graph"
-        if listed:
-            reason += f"; {listed} are inside bodies of If, Loop, Scan or of the model's own functions, which stay float"
-    return _Coverage(quantizable=quantizable, reason=reason)
-
-
-def _refuse_wild_weights(proto: onnx.ModelProto) -> None:
-    """Raise `PassError` for weights that are not finite: no scale can be found for them, and the quantizer would not say so."""
-    from onnx import numpy_helper
-
-    for tensor in proto.graph.initializer:
-        if tensor.data_type == _float_type() and len(tensor.dims) > 1 and not np.isfinite(numpy_helper.to_array(tensor)).all():
-            raise PassError(WHO, "weights must be finite", f"NaN or infinity in {tensor.name!r}", "Mend the model, or exclude what it feeds.")
-
-
-def _scalar_scales(proto: onnx.ModelProto, operators: Iterable[str], notes: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Keep one scale for MatMul weights of rank 3 and more: per channel the quantizer fails on them, or the model fails to run."""
-    ranks = {t.name: len(t.dims) for t in proto.graph.initializer}
-    if "MatMul" not in set(operators):
-        return {}
-    deep = sorted({name for n in proto.graph.node if n.op_type == "MatMul" for name in n.input if ranks.get(name, 0) > 2})
-    if deep:
-        notes["per_channel"] = (
-            f"one scale for {len(deep)} weights of rank 3 or more, where ONNX Runtime has no per-channel kernel: {', '.join(deep[:5])}"
-        )
-    return {name: [{}] for name in deep}
-
-
-def _quantize_static(
-    prepared: _Prepared, operators: list[str], overrides: Mapping[str, Any], model: ONNXModelHandler, config: Mapping[str, Any]
-) -> onnx.ModelProto:
-    from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
-    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
-    from onnxruntime.quantization.quant_utils import QuantizationMode, QuantType
-
-    types = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
-    data = config.get("calibration_data_dir")
-    if data is None:
-        raise PassError(
-            WHO, "static mode needs calibration data", "calibration_data_dir=None", "Give calibration data, or set quant_mode to 'dynamic'."
-        )
-    walk = calibration_feeds(Path(data), model.io, config["calibration_samples"], who=WHO)
-    with tempfile.TemporaryDirectory(prefix="autotune-quantize-") as name:
-        path = Path(name, MODEL_FILE)
-        copied = type(prepared.proto)()
-        copied.CopyFrom(prepared.proto)
-        save_onnx(copied, path)
-        with library_errors(WHO, "the model must run on the calibration data with its inner values as outputs"):
-            ranges = activation_ranges(
-                path, walk, method=config["calibrate_method"], percentile=float(config.get("percentile", 100.0)), op_types=operators
-            )
-        options: dict[str, Any] = {"DefaultTensorType": _float_type()}
-        if overrides:
-            options["TensorQuantOverrides"] = {n: [{"quant_type": types[config["weight_type"]]}] for n in overrides}
+        config = self.config
+        types = {
+            "int8": QuantType.QInt8, "uint8": QuantType.QUInt8, "int4": QuantType.QInt4, "uint4": QuantType.QUInt4, "int16": QuantType.QInt16,
+            "uint16": QuantType.QUInt16,
+        }  # fmt: skip
+        options: dict[str, Any] = {"DefaultTensorType": float_type(), "ActivationSymmetric": config["activation_symmetric"]}
+        if config.get("weight_symmetric") is not None:
+            options["WeightSymmetric"] = config["weight_symmetric"]
+        if self.one_scale:
+            options["TensorQuantOverrides"] = {n: [{"quant_type": types[config["weight_type"]]}] for n in self.one_scale}
+        ranges = copy.copy(self.ranges)
+        ranges.data = dict(self.ranges.data)  # the quantizer changes some
+        copied = type(self.prepared.proto)()
+        copied.CopyFrom(self.prepared.proto)
         given: tuple[Any, ...] = (
-            types[config["weight_type"]],
-            types[config["activation_type"]],
-            ranges,
-            [],
-            sorted(prepared.excluded),
-            operators,
-            options,
-        )
-        with library_errors(WHO, "the model must be one that ONNX Runtime's static quantizer takes"), quiet():
+            types[config["weight_type"]], types[config["activation_type"]], ranges, [], sorted(excluded), list(self.operators), options
+        )  # fmt: skip
+        with library_errors(self.who, "the model must be one that ONNX Runtime's static quantizer takes"), quiet():
             if config["quant_format"] == "QDQ":
                 quantizer = QDQQuantizer(copied, config["per_channel"], config["reduce_range"], *given)
             else:
                 quantizer = ONNXQuantizer(copied, config["per_channel"], config["reduce_range"], QuantizationMode.QLinearOps, True, *given)
             quantizer.quantize_model()
             result: onnx.ModelProto = quantizer.model.model
+        return result
+
+
+def _quantize_static(
+    this: OnnxQuantization,
+    prepared: Prepared,
+    operators: list[str],
+    whole: Sequence[str],
+    model: ONNXModelHandler,
+    config: Mapping[str, Any],
+    notes: dict[str, Any],
+) -> onnx.ModelProto:
+    who = type(this).__name__
+    data = config.get("calibration_data_dir")
+    if data is None:
+        raise PassError(
+            who, "static mode needs calibration data", "calibration_data_dir=None", "Give calibration data, or set quant_mode to 'dynamic'."
+        )
+    walk = calibration_feeds(Path(data), model.io, config["calibration_samples"], who=who)
+    with tempfile.TemporaryDirectory(prefix="autotune-quantize-") as name:
+        path = Path(name, MODEL_FILE)
+        copied = type(prepared.proto)()
+        copied.CopyFrom(prepared.proto)
+        save_onnx(copied, path)
+        with library_errors(who, "the model must run on the calibration data with its inner values as outputs"):
+            ranges = activation_ranges(
+                path, walk, method=config["calibrate_method"], percentile=float(config.get("percentile", 100.0)), op_types=operators,
+                deviations=float(config.get("standard_deviations", 0.0)),
+            )  # fmt: skip
+    left: dict[str, str] = {}
+    wild = nodes_at(prepared.proto, operators, drop_unbounded(ranges)) - prepared.excluded
+    left.update(dict.fromkeys(sorted(wild), "values without bounds, or none at all, on the calibration data"))
+    quantize = _Static(who, prepared, operators, ranges, whole, config)
+    if config["exclude_top_k"]:
+        worst = _by_harm(this.findings, quantize, frozenset(left), Path(data), model)[: config["exclude_top_k"]]
+        notes["excluded_groups"] = worst
+        prepared = replace(prepared, excluded=prepared.excluded.union(*(entry["nodes"] for entry in worst)))
+    result = _repaired(quantize, prepared.excluded, left)
+    if config["power_of_two_scales"]:
+        from onnx import numpy_helper
+
+        to_powers_of_two(result, {t.name: numpy_helper.to_array(t) for t in prepared.proto.graph.initializer if t.data_type == float_type()})
+    if left:
+        notes["left_in_float"] = "; ".join(f"{node}: {why}" for node, why in list(left.items())[:20])
     return result
 
 
-def _quantize_dynamic(prepared: _Prepared, operators: list[str], config: Mapping[str, Any]) -> onnx.ModelProto:
+def _by_harm(findings: Findings, quantize: _Static, left: frozenset[str], data: Path, model: ONNXModelHandler) -> list[dict[str, Any]]:
+    """Groups of nodes by measured harm, largest first; found once for the same model, ranges, rows and parameters."""
+    proto, excluded = quantize.prepared.proto, quantize.prepared.excluded | left
+    groups = groups_of(proto, quantize.operators, excluded)
+    rows = min(rows_for(len(groups)), quantize.config["calibration_samples"])
+    feeds = list(calibration_feeds(data, model.io, rows, who=quantize.who)())
+    # QDQ computes in float what the other format computes in whole numbers: one order serves both.
+    whole = replace(quantize, config={**quantize.config, "quant_format": "QDQ"})
+    facts = {
+        "version": OnnxQuantization.contract.version, "libraries": library_versions(), "model": content_of(proto), "groups": groups,
+        "ranges": content_of_arrays([{f"{n} {i}": v for n, d in quantize.ranges.items() for i, v in enumerate(d.range_value)}]),
+        "rows": content_of_arrays(feeds), "one_scale": list(quantize.one_scale),
+        **{name: quantize.config.get(name) for name in HARM_DEPENDS_ON},
+    }  # fmt: skip
+    found: list[dict[str, Any]] = findings.once("harm", facts, lambda: by_harm(proto, groups, whole(excluded), feeds))
+    return found
+
+
+def _repaired(quantize: Callable[[frozenset[str]], onnx.ModelProto], excluded: frozenset[str], left: dict[str, str]) -> onnx.ModelProto:
+    """Quantize, and again without the nodes whose biases came out cut off; these are added to `left`, name to reason."""
+    result = quantize(excluded | set(left))
+    for _ in range(MOST_REPAIRS):
+        cut = saturated(result) - set(left)
+        if not cut:
+            break
+        left.update(dict.fromkeys(sorted(cut), "its bias needs more than 32 bits at the scale of its input and weight"))
+        result = quantize(excluded | set(left))
+    return result
+
+
+def _quantize_dynamic(who: str, prepared: Prepared, operators: list[str], config: Mapping[str, Any]) -> onnx.ModelProto:
     from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
     from onnxruntime.quantization.quant_utils import QuantizationMode, QuantType
 
     weight_type = QuantType.QInt8 if config["weight_type"] == "int8" else QuantType.QUInt8
     # A Gemm becomes NAME_MatMul and NAME_Add; an exclusion must follow it there.
     excluded = sorted(prepared.excluded | {f"{name}_MatMul" for name in prepared.excluded})
-    options = {"MatMulConstBOnly": True, "DefaultTensorType": _float_type()}
+    options: dict[str, Any] = {"MatMulConstBOnly": True, "DefaultTensorType": float_type()}
+    if config.get("weight_symmetric") is not None:
+        options["WeightSymmetric"] = config["weight_symmetric"]
     copied = type(prepared.proto)()
     copied.CopyFrom(prepared.proto)
-    with library_errors(WHO, "the model must be one that ONNX Runtime's dynamic quantizer takes"), quiet():
+    with library_errors(who, "the model must be one that ONNX Runtime's dynamic quantizer takes"), quiet():
         quantizer = ONNXQuantizer(
             copied, config["per_channel"], config["reduce_range"], QuantizationMode.IntegerOps, False, weight_type, QuantType.QUInt8,
             None, [], excluded, operators, options,
@@ -535,23 +477,3 @@ def _quantize_dynamic(prepared: _Prepared, operators: list[str], config: Mapping
         quantizer.quantize_model()
         result: onnx.ModelProto = quantizer.model.model
     return result
-
-
-def _float_type() -> int:
-    """Type to assume where inference found none, as behind operators of other domains; without it the quantizer gives up."""
-    import onnx
-
-    return int(onnx.TensorProto.FLOAT)
-
-
-def _quantized_nodes(proto: onnx.ModelProto) -> int:
-    """Nodes that work with 8-bit weights: integer forms of operators that hold weights, and float ones behind a DequantizeLinear.
-
-    A weight is told from a zero point by its rank, 2 or more.
-    """
-    import onnx
-
-    small = {t.name for t in proto.graph.initializer if t.data_type in (onnx.TensorProto.INT8, onnx.TensorProto.UINT8) and len(t.dims) > 1}
-    dequantized = {name for n in proto.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in small for name in n.output}
-    holders = [n for n in proto.graph.node if any(name in n.op_type for name in WEIGHTED)]  # MatMulInteger, QLinearConv, QGemm ...
-    return sum(not (small | dequantized).isdisjoint(n.input) for n in holders)

@@ -24,6 +24,8 @@ BUILT_IN = {
     "OnnxMixedPrecision": "onnx_mixed_precision",
     "SmoothQuant": "smooth_quant",
     "OnnxQuantization": "onnx_quantization",
+    "OnnxStaticQuantization": "onnx_static_quantization",
+    "OnnxDynamicQuantization": "onnx_dynamic_quantization",
     "OnnxBlockwiseQuantization": "onnx_blockwise_quantization",
     "OnnxExternalData": "onnx_external_data",
     "OrtPerfTuning": "ort_perf_tuning",

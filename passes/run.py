@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.model import handler_from_json, load_script
+from autotune.passes.findings import Findings
 from autotune.passes.registry import get_pass
 from autotune.target import AcceleratorSpec
 
@@ -18,5 +19,6 @@ def run_pass(args: Mapping[str, Any]) -> dict[str, Any]:
     accelerator = AcceleratorSpec(*args["accelerator"])
     pass_class = get_pass(args["pass"])
     worker = pass_class(accelerator, args["config"], user_script=Path(args["script"]) if args.get("script") else None)
+    worker.findings = Findings(Path(args["findings"]) if args.get("findings") else None)
     result = worker.run(handler_from_json(args["model"]), Path(args["out"]))
     return {"model": result.to_json()}

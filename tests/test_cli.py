@@ -149,7 +149,7 @@ def short(digits: Path) -> list[object]:
         (["--pick", "quickest"], 2, "pick must be one of fastest, most_accurate"),
         (["--metric", "acuracy"], 2, "Did you mean 'accuracy'?"),
         (["--metric", "nowhere.py:score"], 2, "nowhere.py"),
-        (["--time", "soon"], 2, "a duration must be a number above 0 with s, m or h, such as 45m; got 'soon'."),
+        (["--time", "soon"], 2, "a duration must be a number above 0 with ms, s, m or h, such as 45m; got 'soon'."),
     ],
 )
 def test_a_mistake_in_an_option_is_refused_before_any_trial(short: list[object], tmp_path: Path, more: list[str], status: int, message: str) -> None:

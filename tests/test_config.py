@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -249,7 +250,7 @@ def test_the_target_uses_the_threads_named_or_all_there_are() -> None:
     assert (free.target.run_threads, free.target.threads_fixed) == (effective_cpus(), False)
 
 
-@pytest.mark.parametrize(("text", "value"), [("45m", 2700.0), ("1.5h", 5400.0), ("30s", 30.0), ("20", 20.0)])
+@pytest.mark.parametrize(("text", "value"), [("45m", 2700.0), ("1.5h", 5400.0), ("30s", 30.0), ("20", 20.0), ("10ms", 0.01)])
 def test_durations_are_read_in_seconds(text: str, value: float) -> None:
     assert seconds(text) == value
 
@@ -263,3 +264,45 @@ def test_sizes_are_read_in_bytes(text: str, value: int) -> None:
 def test_a_size_without_a_unit_or_a_value_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be a number above 0 with a unit"):
         size_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("measure", "target", "words"),
+    [
+        ({"pattern": "paced"}, {}, "measure.pattern: paced runs need an interval"),
+        ({"interval": "10ms"}, {}, "measure.interval: interval is for paced runs"),
+        ({"pattern": "paced", "interval": 10}, {}, "Write 10ms or 10s"),
+        ({"pattern": "cold", "concurrency": 2}, {}, "measure.concurrency: cold runs are made one at a time"),
+        ({"clock": "cpu", "concurrency": 2}, {"threads": 1}, "measure.concurrency: CPU time can't tell the throughput"),
+        ({"clock": "cpu"}, {}, "measure.clock: CPU time stands for the time of a run on one thread only"),
+        ({"clock": "cpu"}, {"threads": 1, "ep": "cuda"}, "measure.clock: CPU time can't tell how long CUDAExecutionProvider takes"),
+        ({"measurer": "m.py:f", "clock": "cpu"}, {"threads": 1}, "measure.clock: clock is for timing by autotune"),
+        ({"concurrency": 0}, {}, "measure.concurrency"),
+        ({}, {"require_ep": "most"}, "target.require_ep: it must be primary, all, or a share of the nodes"),
+        ({}, {"require_ep": 0.0}, "target.require_ep: it must be primary, all, or a share of the nodes"),
+        ({}, {"require_ep": 2}, "target.require_ep: it must be primary, all, or a share of the nodes"),
+    ],
+)
+def test_ways_of_timing_and_placing_that_cannot_be_followed_are_refused(measure: dict[str, Any], target: dict[str, Any], words: str) -> None:
+    base = {"model": {"path": "m"}, "data": {"eval": "e"}, "metric": "accuracy", "chain": [{"pass": "X"}]}
+
+    with pytest.raises(ConfigError) as error:
+        parse_sweep({**base, "measure": measure, "target": target})
+
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("measure", "target"),
+    [
+        ({"pattern": "paced", "interval": "10ms", "concurrency": 4}, {"require_ep": "all"}),
+        ({"pattern": "cold", "clock": "cpu"}, {"threads": 1, "require_ep": 0.9}),
+    ],
+)
+def test_ways_of_timing_and_placing_come_back_from_json(measure: dict[str, Any], target: dict[str, Any]) -> None:
+    base = {"model": {"path": "m"}, "data": {"eval": "e"}, "metric": "accuracy", "chain": [{"pass": "X"}]}
+
+    config = parse_sweep({**base, "measure": measure, "target": target})
+
+    assert parse_sweep(config.to_json()) == config
+    assert config.to_json()["measure"]["pattern"] == measure["pattern"]

@@ -293,12 +293,12 @@ def test_a_value_that_is_no_number_violates_and_limits_that_are_none_leave_doubt
     assert judge(constraint, MetricValue(6.0, math.nan, math.nan, "ms"), None).verdict is Verdict.UNDECIDED
 
 
-def test_a_drop_of_twice_the_half_width_too_little_needs_four_times_the_rows() -> None:
-    # Room 0.5 pt, half-width 1.0 pt: the half-width must fall by 2, so the rows must grow by 4.
+def test_a_drop_of_twice_the_half_width_too_little_needs_eight_times_the_rows() -> None:
+    # Room 0.5 pt, half-width 1.0 pt: the half-width must fall by 2, so the rows must grow by 4; by 1.43 squared more, to be likely enough.
     found = judge(parsed("accuracy >= baseline - 1.0pt"), drop(-0.005, -0.015, 0.005, samples=600), BASELINE)
 
     assert found.verdict is Verdict.MET
-    assert found.needed == "about 1,800 more rows would settle it"
+    assert found.needed == "about 4,400 more rows would settle it"
 
 
 def test_an_undecided_latency_says_how_many_runs_and_seconds_would_settle_it() -> None:
@@ -308,7 +308,7 @@ def test_an_undecided_latency_says_how_many_runs_and_seconds_would_settle_it() -
     found = judge(parsed("latency <= 0.5x"), value, baseline)
 
     assert found.verdict is Verdict.UNDECIDED
-    assert found.needed == "about 300 more runs would settle it (about 3.0 s)"
+    assert found.needed == "about 720 more runs would settle it (about 7.2 s)"
 
 
 def test_an_estimate_on_the_limit_can_be_settled_by_no_number_of_rows() -> None:

@@ -68,7 +68,7 @@ def summary(records: list[TrialRecord], **more: Any) -> dict[str, Any]:
             "holdout": MetricValue(0.975, 0.96, 0.985, "share", delta=Interval(-0.005, -0.011, 0.001), samples=300).to_json(),
             "constraints": [j.to_json() for j in selection.judgements[best.id]],
         },
-        **{k: chosen[k] for k in ("front", "groups", "picks", "near_misses", "notes")},
+        **{k: chosen[k] for k in ("front", "groups", "picks", "near_misses", "notes", "membership", "eps")},
         "trials": {"ok": 3, "failed": 2, "invalid": 1, "infeasible": 1}, "space": {"valid": 312, "invalid": {"qnn-limits": 8}, "distinct": 312},
         "bundle": PATH if best else None, "seconds": 133.0,
         "surroundings": {
@@ -155,6 +155,18 @@ def test_the_hold_out_and_what_would_settle_a_doubt_are_said() -> None:
 
     assert "On the hold-out, 300 rows that no choice was made on: accuracy 0.9750, -0.5 pt (-1.1 to +0.1 pt)" in text
     assert re.search(r"accuracy >= baseline - 1\.0pt is met: about [\d,]+ more rows would settle it", text)
+
+
+def test_the_page_says_how_sure_the_front_is_what_leaves_it_open_and_what_counts_for_nothing() -> None:
+    near = replace(trial(7, 0.2, -0.006, 0.1, {"prune": None, "quantize": "OnnxQuantization"}), number=7)
+    spent = {"seconds": 14.0, "budget_s": 120.0, "turns": {"t-0002": 4, "t-0007": 3}, "not_resolved": ["t-0002"]}
+
+    text = render_report(summary([*RECORDS, near], resolution=spent), RECORDS, width=200)
+
+    assert re.search(r"On the front, with 95 % for all together, not resolved: t-0000, t-0001, t-0002, t-0007 ", text)
+    assert "differences below 3 % of latency and 0.3 pt count for nothing" in text
+    assert re.search(r"t-0002 may be beaten by t-0007; open: accuracy", text)
+    assert "2 models were timed again in turns to settle it: 14 s of at most 2 min" in text
 
 
 def test_a_candidate_settled_on_all_rows_is_said_to_be_and_shown_by_its_difference() -> None:

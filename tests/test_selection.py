@@ -17,8 +17,10 @@ from autotune.digest import dump_json
 from autotune.errors import ConfigError
 from autotune.records import Cause, Interval, MetricValue, Status, TrialRecord
 from autotune.selection import (
+    Membership,
     Objective,
     Selection,
+    State,
     changed_values,
     latency_words,
     parse_objective,
@@ -177,6 +179,73 @@ def test_latency_is_compared_by_the_paired_ratio_and_not_by_milliseconds() -> No
     found = chosen(untouched(), fast, shown_slow)
 
     assert found.best == "t-0002"
+
+
+def place_of(found: Selection, number: int) -> Membership:
+    return found.membership[f"t-{number:04d}"]
+
+
+def test_a_place_is_certain_where_no_box_allows_another_to_be_better_and_excluded_where_one_must_be() -> None:
+    fast, accurate = trial(1, 0.3, -0.005, score_noise=1e-4), trial(2, 0.6, -0.001, score_noise=1e-4)
+    worse = trial(3, 0.9, -0.009, score_noise=1e-4)
+
+    found = chosen(untouched(), fast, accurate, worse)
+
+    assert [place_of(found, n).state for n in (0, 1, 2, 3)] == [State.CERTAIN, State.CERTAIN, State.CERTAIN, State.EXCLUDED]
+    assert place_of(found, 3).rivals == ("t-0001", "t-0002")  # the best first
+    assert found.not_resolved == found.to_measure == ()
+
+
+def test_a_slower_model_as_accurate_but_for_the_tolerance_is_covered_and_one_no_slower_either_is_certain() -> None:
+    found = chosen(untouched(), trial(1, 0.3, -0.002, score_noise=2e-4), trial(2, 0.6, -0.002, score_noise=2e-4), eps_score=0.005)
+    alike = chosen(trial(1, 0.3, -0.002, score_noise=2e-4, time_noise=1e-4), trial(2, 0.3, -0.002, score_noise=2e-4, time_noise=1e-4))
+
+    assert place_of(found, 2).state is State.COVERED
+    assert place_of(found, 2).rivals == ("t-0001",)
+    assert [place_of(alike, n).state for n in (1, 2)] == [State.CERTAIN, State.CERTAIN]
+
+
+def test_narrow_boxes_that_overlap_are_tied_and_wide_ones_are_not_resolved() -> None:
+    def pair(noise: float) -> Selection:
+        return chosen(trial(1, 0.300, -0.002, time_noise=noise, score_noise=2e-4), trial(2, 0.304, -0.002, time_noise=noise, score_noise=2e-4))
+
+    tied, wide = pair(0.008), pair(0.03)
+
+    assert place_of(tied, 2).state is State.TIED
+    assert tied.to_measure == tied.not_resolved == ()
+    assert place_of(wide, 2).state is State.AMBIGUOUS
+    assert place_of(wide, 2).open == ("latency",)
+    assert set(wide.to_measure) == {"t-0001", "t-0002"}
+
+
+def test_what_only_more_rows_can_tell_is_not_timed_again() -> None:
+    found = chosen(trial(1, 0.3, -0.002, score_noise=0.01), trial(2, 0.6, -0.001, score_noise=0.01), constraints=())
+
+    assert place_of(found, 2).open == ("accuracy",)
+    assert found.not_resolved == ("t-0002",)
+    assert found.to_measure == ()
+
+
+def test_the_widest_is_timed_first_and_models_of_one_measurement_once() -> None:
+    narrow, wide = trial(1, 0.30, -0.002, time_noise=0.03), trial(2, 0.31, -0.0015, time_noise=0.05)
+    wide = replace(wide, model_digest="abc")
+    twin = replace(wide, number=3, shares_with=2)
+
+    found = chosen(untouched(), narrow, wide, twin)
+
+    assert found.to_measure == ("t-0002", "t-0001")
+    assert "t-0003" not in place_of(found, 2).rivals  # it is the same model
+
+
+def test_the_more_models_are_compared_the_more_a_difference_must_show() -> None:
+    others = [trial(n, 0.9, -0.005) for n in range(10, 60)]
+    quick, slow = trial(1, 0.50, -0.002, time_noise=0.03), trial(2, 0.55, -0.002, time_noise=0.03)
+
+    few, many, looks = chosen(quick, slow), chosen(quick, slow, *others), chosen(quick, slow, looks=30)
+
+    assert few.off_front == {"t-0002": "t-0001"}
+    assert "t-0002" not in many.off_front
+    assert looks.off_front == {}
 
 
 def test_among_ties_fewer_passes_win_then_fewer_changed_values_then_the_lower_number() -> None:

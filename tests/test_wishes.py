@@ -25,12 +25,14 @@ from autotune.passes import registry
 from autotune.pipeline import InputFacts, Pipeline
 from autotune.records import Interval, MetricValue, Status, TrialRecord
 from autotune.search_spaces.space import Point, draw_points
+from autotune.selection import Objective, Selection
 from autotune.stages import StageOutcome
 from autotune.sweep.baseline import Baseline
+from autotune.sweep.finalists import LOOKS, Finalists
 from autotune.sweep.prepare import Prepared, prepare
 from autotune.sweep.result import SweepResult
 from autotune.sweep.search import JOURNAL_FILE, Search
-from autotune.trial import TrialPlan, TrialRunner
+from autotune.trial import StageFailed, TrialPlan, TrialRunner
 
 SweepOf = Callable[..., dict[str, Any]]
 
@@ -550,6 +552,83 @@ def latency_is_measured_as_told(given: Given) -> None:
     assert (search["protocol"]["max_time_ns"], final["protocol"]["max_time_ns"]) == (2 * 10**9, 7 * 10**9)
     assert search["protocol"]["ratio_width"] == 0.125
     assert (search["measurer"], search["root"]) == ("timer.py:time_it", str(given.folder))
+
+
+@wish("measure.pattern", "measure.interval", "measure.concurrency", "measure.clock")
+def runs_follow_each_other_and_are_timed_as_told(given: Given) -> None:
+    def protocol(**measure: Any) -> dict[str, Any]:
+        (found,) = given.stages_of(
+            lambda runner, plan: runner.latency(plan.baseline, None, plan.eval_path, [0], given.folder, seed=0), measure=measure
+        )
+        handed: dict[str, Any] = found["protocol"]
+        return handed
+
+    paced, crowd = protocol(pattern="paced", interval="10ms", clock="cpu"), protocol(concurrency=2)
+
+    assert (paced["pattern"], paced["interval_ns"], paced["clock"]) == ("paced", 10_000_000, "cpu")
+    assert (crowd["pattern"], crowd["concurrency"], crowd["clock"]) == ("steady", 2, "wall")
+
+
+@wish("target.require_ep")
+def the_check_asks_for_the_placement_named(given: Given) -> None:
+    (found,) = given.stages_of(
+        lambda runner, plan: runner.check(plan.baseline, None, [0], plan.eval_path, given.folder), target={"threads": 1, "require_ep": "all"}
+    )
+
+    assert found["require_ep"] == "all"
+
+
+@wish("measure.looks")
+def looks_are_taken_when_asked_for(given: Given) -> None:
+    def race(looks: bool | None) -> Any:
+        def score(runner: TrialRunner, plan: TrialPlan) -> object:
+            return runner._scored(
+                plan.baseline, "accuracy", plan.eval_path, [0], given.folder, baseline_outputs=None, race=runner._race(plan, {}, {})
+            )  # fmt: skip
+
+        (found,) = given.stages_of(score, measure={"looks": looks})
+        return found["race"]
+
+    assert race(False) is None
+    assert race(True)["rules"]["constraints"][0]["text"] == "accuracy >= baseline - 2.0pt"
+
+
+@wish("measure.eps.latency", "measure.eps.score")
+def differences_below_the_tolerances_count_for_nothing(given: Given) -> None:
+    def tolerances(**more: Any) -> Mapping[str, float]:
+        begun = given.begun(**more)
+        return begun.sweep._select(given.plan, list(given.finished.records)).eps
+
+    assert tolerances(measure={"eps": {"latency": "10%", "score": "2pt"}}) == {"latency": 0.1, "score": 0.02}
+
+
+@wish("measure.final_budget")
+def an_open_front_is_timed_again_within_the_final_budget(given: Given) -> None:
+    records = list(given.finished.records)
+    timed = [r.id for r in records if not r.unchanged][:2]
+    choice = Selection((Objective("latency"),), to_measure=tuple(timed))
+
+    def taken(budget: str) -> list[tuple[str, float]]:
+        found = []
+
+        def latency(_runner: TrialRunner, *args: Any, **more: Any) -> Any:
+            found.append((args[4].parent.parent.name, more["time_s"]))
+            raise StageFailed("latency", Status.FAILED, None, "enough is known")
+
+        given.patch.setattr(TrialRunner, "latency", latency)
+        plan = replace(given.plan, run=given.folder, sweep=given.sweep(measure={"final_budget": budget, "final_time": "8s"}))
+        with TrialRunner(given.folder, plan.sweep) as runner:
+            last = Finalists(plan, (), lambda _: choice, runner, lambda _: None)
+            given.patch.setattr(last, "model_of", lambda _: plan.baseline)
+            last.resolve(records)
+        return found
+
+    short, long = taken("0.25s"), taken("1h")
+
+    assert {name for name, _ in short} == {timed[0]}  # one share of final_time is longer than all the budget: the widest alone
+    assert all(time_s <= 0.25 for _, time_s in short)
+    assert {name for name, _ in long} == set(timed)
+    assert all(time_s == 8 / LOOKS for _, time_s in long)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the tests

@@ -38,7 +38,9 @@ def estimate(prepared: Prepared, *, trials: int, run: Path | None = None) -> dic
 
 def _time(prepared: Prepared, trials: int, run: Path | None) -> dict[str, Any]:
     config = prepared.sweep.config
-    finals = min(FINALISTS, trials) * seconds(config.measure.final_time)
+    final = seconds(config.measure.final_time)
+    # Those whose place on the front is open, in turns; the finalists; and the delivered files once more.
+    finals = min(seconds(config.measure.final_budget), trials * final) + min(FINALISTS, trials) * final + final
     limit = seconds(config.budget.time) if config.budget.time else None
     earlier = _earlier_seconds(prepared, run)
     if earlier:

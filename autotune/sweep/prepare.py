@@ -61,11 +61,13 @@ def prepare(sweep: LoadedSweep) -> Prepared:
         arrays = load_arrays(sweep.path(config.data.eval), who="data.eval")
     with sweep.at("model", "script" if config.model.path is None else "path"):
         facts, io = _look_at_model(sweep, arrays)
-    notes = _check_data(sweep, metric, io, arrays)
+    contents = _row_digests({n: a for n, a in arrays.items() if n != LABELS}, io)
+    notes = _check_data(sweep, metric, io, arrays, set(contents))
     pipeline = Pipeline(sweep, facts)
     pipeline.findings += _provider_findings(sweep.target.execution_provider)
     pipeline.start_points()  # names and values are checked now
-    rows = split_rows(count_rows(arrays), config.data.holdout, seed=config.seed)
+    rows = split_rows(count_rows(arrays), config.data.holdout, seed=config.seed, contents=contents)
+    notes += _twins(contents, rows)
     if measurer is not None:
         notes.append(f"latency is what {measurer.name} returned, for the candidates and for the model as it is; autotune did not time it")
     if not rows.holdout:
@@ -145,8 +147,8 @@ def count_operators(path: Path) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def _check_data(sweep: LoadedSweep, metric: Metric, io: IoContract, arrays: Arrays) -> list[str]:
-    """Refuse data that doesn't fit the model or the metric; return notes on what is odd but usable."""
+def _check_data(sweep: LoadedSweep, metric: Metric, io: IoContract, arrays: Arrays, contents: set[bytes]) -> list[str]:
+    """Refuse data that doesn't fit the model or the metric; return notes on what is odd but usable. `contents`: those of the rows."""
     config, notes = sweep.config, []
     inputs = {n: a for n, a in arrays.items() if n != LABELS}
     with sweep.at("data", "eval"):
@@ -164,7 +166,7 @@ def _check_data(sweep: LoadedSweep, metric: Metric, io: IoContract, arrays: Arra
             other = {n: a for n, a in load_arrays(sweep.path(name), who=f"data.{role}").items() if n != LABELS}
             if config.model.path is not None or role == "calibration":
                 plan_feeding(other, io, batch_size=1, who=f"data.{role}")
-            shared = len(_row_digests(inputs, io) & _row_digests(other, io))
+            shared = len(contents & set(_row_digests(other, io)))
             if shared == count_rows(other) or shared > max(2, count_rows(inputs) // 20):
                 raise ConfigError(
                     f"data.{role}", f"{role} and evaluation data must not share examples",
@@ -175,10 +177,19 @@ def _check_data(sweep: LoadedSweep, metric: Metric, io: IoContract, arrays: Arra
     return notes
 
 
-def _row_digests(arrays: Mapping[str, NDArray[Any]], io: IoContract) -> set[bytes]:
+def _row_digests(arrays: Mapping[str, NDArray[Any]], io: IoContract) -> list[bytes]:
     """Digest of each row over the model's inputs."""
     columns = [np.ascontiguousarray(arrays[s.name]) for s in io.inputs if s.name in arrays]
-    return {hashlib.sha1(b"".join(c[i].tobytes() for c in columns), usedforsecurity=False).digest() for i in range(count_rows(arrays))}
+    return [hashlib.sha1(b"".join(c[i].tobytes() for c in columns), usedforsecurity=False).digest() for i in range(count_rows(arrays))]
+
+
+def _twins(contents: Sequence[bytes], rows: Rows) -> list[str]:
+    """A note on evaluation rows that are there more than once: none of them is both searched by and held out."""
+    repeated = len(contents) - len(set(contents))
+    if not repeated:
+        return []
+    where = f"; rows of the same content are all searched by or all held out ({len(rows.holdout)} are held out)" if rows.holdout else ""
+    return [f"{repeated} evaluation rows repeat the content of another{where}"]
 
 
 def space_counts(space: Space) -> dict[str, Any]:

@@ -71,9 +71,11 @@ class RayDied(Exception):
 
 def run_trials(
     run: Path, search: Search, *, on_start: Callable[[Asked], None], on_trial: OnTrial, may_start: Callable[[], bool], read_record: ReadRecord,
-    tick: Callable[[], None], held: Callable[[], AbstractContextManager[None]],
+    tick: Callable[[], None], held: Callable[[], AbstractContextManager[None]], front_before: Callable[[int], dict[str, Any]],
 ) -> None:  # fmt: skip
     """Run trials until the search ends or `may_start` says no. `tick` is called every second; `held` keeps interrupts off a step.
+
+    `front_before(number)` is what a trial is told of those before it; it travels with the trial.
 
     Raises what our own code raised inside, `DiskFault`, and `EnvironmentFault` when Ray can't start or keeps dying.
     """
@@ -87,7 +89,7 @@ def run_trials(
                     side = stack.enter_context(_RaySide(run))
                 _serve(
                     side, run, search, running, on_start=on_start, on_trial=on_trial, may_start=may_start, read_record=read_record,
-                    tick=tick, held=held,
+                    tick=tick, held=held, front_before=front_before,
                 )  # fmt: skip
             return
         except RayDied as death:
@@ -110,6 +112,7 @@ def run_trials(
 def _serve(
     side: _RaySide, run: Path, search: Search, running: dict[str, Asked], *, on_start: Callable[[Asked], None], on_trial: OnTrial,
     may_start: Callable[[], bool], read_record: ReadRecord, tick: Callable[[], None], held: Callable[[], AbstractContextManager[None]],
+    front_before: Callable[[int], dict[str, Any]],
 ) -> None:  # fmt: skip
     """Answer Ray's side until it says that it is done."""
     taken_up = True  # whether the running trial was seen in a worker
@@ -132,7 +135,10 @@ def _serve(
                 taken_up, asked_at = False, time.monotonic()
                 on_start(asked)
                 point = dump_json(asked.point, indent=None)
-                side.answer({"point": {"run": str(run), "number": asked.number, "point": point, "origin": asked.origin, "attempt": asked.attempt}})
+                side.answer({"point": {
+                    "run": str(run), "number": asked.number, "point": point, "origin": asked.origin, "attempt": asked.attempt,
+                    "repeats": asked.repeats, "front": dump_json(front_before(asked.number), indent=None),
+                }})  # fmt: skip
             elif "ended" in message:
                 asked = running.pop(message["ended"], None)
                 if message.get("fault"):
@@ -349,7 +355,10 @@ def run_point(config: dict[str, Any]) -> None:
     tell_stage(run, run / "trials" / f"t-{config['number']:04d}" / "start")
     try:
         plan, pipeline, runner = _worker(run)
-        runner.run(plan, pipeline, config["number"], point, config["origin"], attempt=config["attempt"])
+        runner.run(
+            plan, pipeline, config["number"], point, config["origin"], attempt=config["attempt"], repeats=config["repeats"],
+            front=json.loads(config["front"]),
+        )  # fmt: skip
     except Exception as error:  # not the trial's doing: a full disk, a plug-in that does not load here, a mistake of ours
         fault = fault_of(error, run)
         if fault is not None:  # no record: the trial runs again when there is room

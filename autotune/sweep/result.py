@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RESULT_FILE = "result.json"
-DELIVERED, NONE_FEASIBLE, INTERRUPTED = "delivered", "none-feasible", "interrupted"
-EXIT = {DELIVERED: 0, NONE_FEASIBLE: 4, INTERRUPTED: 130}
+DELIVERED, NONE_FEASIBLE, INTERRUPTED, NOT_REPRODUCED = "delivered", "none-feasible", "interrupted", "not-reproduced"
+EXIT = {DELIVERED: 0, NONE_FEASIBLE: 4, NOT_REPRODUCED: 5, INTERRUPTED: 130}
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep left behind. `status` is delivered, none-feasible or interrupted; `summary` is what `--json` prints."""
+    """What a sweep left behind. `status` is delivered, none-feasible, not-reproduced or interrupted; `summary` is what `--json` prints."""
 
     run: Path
     status: str
@@ -33,7 +33,7 @@ class SweepResult:
 
     @property
     def exit_status(self) -> int:
-        """0 delivered, 4 none feasible, 130 interrupted."""
+        """0 delivered, 4 none feasible, 5 the delivered model is not as it was measured, 130 interrupted."""
         return EXIT[self.status]
 
     @property
@@ -108,7 +108,8 @@ def line_of(record: TrialRecord, metric: str) -> str:
     score = record.metrics.get(metric)
     if score is not None:
         change = f" ({score.delta.value * 100:+.2f}pt)" if score.delta is not None and score.unit == "share" else ""
-        parts.append(f"{metric} {score.value:.4g}{change}")
+        rows = f" on {score.samples} rows" if record.partial else ""
+        parts.append(f"{metric} {score.value:.4g}{change}{rows}")
     if record.unchanged:
         parts.append("unchanged")
     elif record.shares_with is not None:
@@ -121,7 +122,7 @@ def flat(record: TrialRecord) -> dict[str, Any]:
     row: dict[str, Any] = {
         "id": record.id, "status": str(record.status), "cause": str(record.cause) if record.cause else "", "stage": record.stage,
         "message": record.message, "origin": record.origin, "unchanged": record.unchanged, "shares_with": record.shares_with,
-        "seconds": record.seconds,
+        "seconds": record.seconds, "partial": record.partial,
     }  # fmt: skip
     for name, value in record.point.items():
         row[f"param.{name}"] = value if isinstance(value, str | int | float | bool) or value is None else json.dumps(value)

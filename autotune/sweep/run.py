@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from autotune.bundle import BUNDLE_FILE, write_bundle
-from autotune.config import LoadedSweep, SweepConfig, load_sweep, parse_sweep, script_of, seconds, write_sweep
+from autotune.bundle import BUNDLE_FILE, Proof, damage, write_bundle
+from autotune.config import LoadedSweep, SweepConfig, load_sweep, parse_sweep, percent, points, script_of, seconds, write_sweep
 from autotune.data import RANDOM
 from autotune.digest import digest_of, digest_tree, dump_json, write_durably
 from autotune.disk import enough_handles, faults_named
@@ -22,17 +22,27 @@ from autotune.errors import AutotuneError, ConfigError, EnvironmentFault
 from autotune.model import ONNXModelHandler
 from autotune.passes.registry import get_pass
 from autotune.pipeline import Pipeline
-from autotune.records import MetricValue, TrialRecord
+from autotune.records import MetricValue, Status, TrialRecord
 from autotune.search_spaces.space import point_key
 from autotune.selection import Selection, select, verdict_sentence
 from autotune.store import Store
 from autotune.sweep.baseline import Baseline
-from autotune.sweep.extend import Change, changes_between, outside_of, refuse, study_content
-from autotune.sweep.finalists import FINALISTS, Finalists, passed_over
+from autotune.sweep.extend import STUDIED, Change, changes_between, outside_of, refuse, study_content
+from autotune.sweep.finalists import FINALISTS, LOOKS, Finalists, passed_over
 from autotune.sweep.interrupts import LOCK_FILE, Interrupted, Interrupts, interruptible, one_writer, refuse_if_held
+from autotune.sweep.ladder import front_boxes, ledger
 from autotune.sweep.prepare import Prepared, check_against_baseline, prepare, probe_provider, space_counts
 from autotune.sweep.progress import Event, Listener, PlainLines, Progress
-from autotune.sweep.result import DELIVERED, INTERRUPTED, NONE_FEASIBLE, RESULT_FILE, SweepResult, read_result, write_exports
+from autotune.sweep.result import (
+    DELIVERED,
+    INTERRUPTED,
+    NONE_FEASIBLE,
+    NOT_REPRODUCED,
+    RESULT_FILE,
+    SweepResult,
+    read_result,
+    write_exports,
+)
 from autotune.sweep.room import StoreLimit, check_room
 from autotune.sweep.search import Asked, Goals, Search, open_study, rewrite_study
 from autotune.target import surroundings
@@ -123,6 +133,7 @@ class _Sweep:
         self.plan: TrialPlan | None = None
         self.search: Search | None = None
         self.earlier: list[dict[str, Any]] = []  # what the sweep was before it was extended
+        self.resolution: dict[str, Any] | None = None  # what was timed again to settle the front
         self.new = True  # nothing of an earlier run is there
         self.outside: frozenset[int] = frozenset()
 
@@ -175,7 +186,12 @@ class _Sweep:
         if not (self.folder / RESULT_FILE).exists():
             return None
         before = read_result(self.folder)
-        if before.status == INTERRUPTED or (before.status == DELIVERED and not (self.folder / BUNDLE_FOLDER / BUNDLE_FILE).exists()):
+        bundle = self.folder / BUNDLE_FOLDER
+        if before.status in (INTERRUPTED, NOT_REPRODUCED) or (before.status == DELIVERED and not (bundle / BUNDLE_FILE).exists()):
+            return None
+        if before.status == DELIVERED and (wrong := damage(bundle)):
+            self.notes.append(f"the bundle was no longer as it was written, and was made again: {'; '.join(wrong[:3])}")
+            self.say(self.notes[-1])
             return None
         self.say("this sweep is finished: nothing is run again")
         return before
@@ -190,7 +206,8 @@ class _Sweep:
         if not self.new:
             before = json.loads(path.read_text())
             changes = changes_between(before["identity"], identity)
-            refuse(changes, extend=self.extend, finished=len(self._records_on_disk()[0]))
+            if changes:
+                refuse(changes, extend=self.extend, finished=len(self._records_on_disk()[0]))
             if before["surroundings"] != here.to_json():
                 changed = [k for k, v in here.to_json().items() if before["surroundings"].get(k) != v]
                 raise ConfigError(
@@ -222,6 +239,9 @@ class _Sweep:
         outside_of(self.prepared.pipeline, self.prepared.facts, self.earlier, records)
         for change in changes:
             self.say(f"extend: {change}")
+        if any(change.path.split(".")[1] in STUDIED for change in changes):  # by which some trials were stopped before all rows
+            for number in (n for n, r in records.items() if r.partial):
+                (self.folder / "trials" / f"t-{number:04d}" / TRIAL_FILE).unlink()  # it runs again
         (self.folder / RESULT_FILE).unlink(missing_ok=True)  # what was chosen and measured last is of the sweep as it was
         for final in self.folder.glob("trials/t-*/final"):
             shutil.rmtree(final)
@@ -297,7 +317,7 @@ class _Sweep:
         if not record.measured:
             return record
         judged = runner.judged(plan, record)
-        if dump_json(judged.to_json()) != dump_json(record.to_json()):
+        if judged != record and dump_json(judged.to_json()) != dump_json(record.to_json()):  # equal without a doubt, or equal on disk
             write_durably(self.folder / "trials" / record.id / TRIAL_FILE, dump_json(judged.to_json()))
         return judged
 
@@ -362,7 +382,17 @@ class _Sweep:
 
         run_trials(
             self.folder, search, on_start=on_start, on_trial=on_trial, may_start=may_start, read_record=record_reader(self.folder),
-            tick=self.progress.tick, held=self.interrupts.held,
+            tick=self.progress.tick, held=self.interrupts.held, front_before=lambda number: self._front_before(search, number),
+        )  # fmt: skip
+
+    def _front_before(self, search: Search, number: int) -> dict[str, Any]:
+        """What a trial is told of those before it. By number, so that a trial that runs again is told the same."""
+        plan, eps = self.plan, self.sweep.config.measure.eps
+        assert plan is not None
+        before = [r for n, r in search.records.items() if n < number and n not in self.outside]
+        return front_boxes(
+            before, self.prepared.objectives, plan.baseline_metrics, plan.metric_name, higher_is_better=plan.higher_is_better,
+            eps_latency=percent(eps.latency), eps_score=points(eps.score), family=(LOOKS + 1) * search.total,
         )  # fmt: skip
 
     def _write_best_so_far(self, search: Search, runner: TrialRunner) -> tuple[TrialRecord | None, list[TrialRecord]]:
@@ -389,34 +419,42 @@ class _Sweep:
 
     # ------------------------------------------------------------------ the choice
 
-    def _select(self, plan: TrialPlan, records: list[TrialRecord]) -> Selection:
-        config = self.sweep.config
+    def _select(self, plan: TrialPlan, records: list[TrialRecord], *, looks: int = 1) -> Selection:
+        config, eps = self.sweep.config, self.sweep.config.measure.eps
         inside = [r for r in records if r.number not in self.outside]
         return select(
             inside, self.prepared.objectives, self.prepared.constraints, baseline=plan.baseline_metrics, score=plan.metric_name,
-            pick=config.pick, strict=config.strict,
+            pick=config.pick, strict=config.strict, eps_latency=percent(eps.latency), eps_score=points(eps.score), looks=looks,
         )  # fmt: skip
 
     def _choose(self, plan: TrialPlan, search: Search, runner: TrialRunner) -> SweepResult:
         """Measure the chosen one afresh and on rows that it was not chosen by; go on to the next while one does not hold."""
-        last = Finalists(plan, self.prepared.constraints, lambda rs: self._select(plan, rs), runner, self.say, self.notes)
+
+        def choose(records: list[TrialRecord]) -> Selection:
+            return self._select(plan, records, looks=LOOKS + 1)
+
+        for stale in self.folder.glob("trials/t-*/final"):  # of a run that did not come to its end, or whose bundle was lost
+            shutil.rmtree(stale)
+        last = Finalists(plan, self.prepared.constraints, choose, runner, self.say, self.notes)
         records = last.settle([search.records[n] for n in sorted(search.records.keys() - self.outside)])
+        records = last.resolve(records)
+        self.resolution = last.resolution
         finals: dict[str, tuple[TrialRecord, MetricValue | None]] = {}
         while True:
-            selection = self._select(plan, records)
+            selection = choose(records)
             if selection.best is not None and selection.best not in finals and len(finals) == FINALISTS:
                 # The choice goes on among those whose figures are fresh; the untouched model is always one of them.
                 self.notes.append(f"{FINALISTS} finalists were measured afresh; the choice is among them and the untouched model")
                 finals |= {r.id: (r, last.measure(r)[1]) for r in records if r.unchanged}
                 fresh = [r if r.id in finals else passed_over(r) for r in records]
-                selection = replace(selection, best=self._select(plan, fresh).best)
+                selection = replace(selection, best=choose(fresh).best)
             if selection.best is None:
                 verdict = verdict_sentence(selection, records, baseline=plan.baseline_metrics, score=plan.metric_name)
                 return self._finish(NONE_FEASIBLE, records, selection, verdict)
             if selection.best in finals:
                 final, holdout = finals[selection.best]
                 model = plan.baseline if final.unchanged else last.model_of(final)
-                return self._deliver(plan, records, selection, final, holdout, model, runner, settled=final.id in last.settled)
+                return self._deliver(plan, records, selection, final, holdout, model, last)
             chosen = next(r for r in records if r.id == selection.best)
             final, holdout, why = last.measure(chosen)
             finals[final.id] = (final, holdout)
@@ -429,10 +467,11 @@ class _Sweep:
 
     def _deliver(
         self, plan: TrialPlan, records: list[TrialRecord], selection: Selection, final: TrialRecord, holdout: MetricValue | None,
-        model: ONNXModelHandler, runner: TrialRunner, *, settled: bool,
+        model: ONNXModelHandler, last: Finalists,
     ) -> SweepResult:  # fmt: skip
-        """Write the bundle of the chosen model and end the sweep."""
-        verdict = verdict_sentence(selection, records, baseline=plan.baseline_metrics, score=plan.metric_name)
+        """Write the bundle of the chosen model, measure it once more as it stands there, and end the sweep."""
+        verdict = verdict_sentence(selection, records, baseline=plan.baseline_metrics, score=plan.metric_name, holdout=holdout)
+        runner = last.runner
         folder = self.folder / BUNDLE_FOLDER
         steps = self.prepared.pipeline.steps(final.point) if final.point else []
         here = surroundings()
@@ -440,7 +479,8 @@ class _Sweep:
             "id": digest_of([final.model_digest, final.session])[:16], "created": datetime.now(UTC).isoformat(timespec="seconds"), "parent": None,
             "tool": here.versions.get("passtune", ""), "status": str(final.status), "verdict": verdict, "trial": final.id,
             "constraints": [dict(c) for c in final.constraints], "metrics": {k: v.to_json() for k, v in final.metrics.items()},
-            "holdout": holdout.to_json() if holdout else None, "baseline": {k: v.to_json() for k, v in plan.baseline_metrics.items()},
+            "metric": plan.metric_name, "holdout": holdout.to_json() if holdout else None, "baseline_holdout": self._baseline_on("holdout"),
+            "baseline": {k: v.to_json() for k, v in plan.baseline_metrics.items()},
             "measured_on": f"{here.cpu_model}, {self.sweep.target.run_threads} threads, onnxruntime {here.versions['onnxruntime']}",
         }  # fmt: skip
         recipe = {
@@ -450,18 +490,30 @@ class _Sweep:
             ],
             "data": json.loads((self.folder / RUN_FILE).read_text())["identity"]["data"],
         }  # fmt: skip
+        proofs: list[Proof] = []
+
+        def prove(written: ONNXModelHandler) -> Proof:
+            proofs.append(last.prove(final, written))
+            return proofs[0]
+
         write_bundle(
             folder, model=model, model_digest=final.model_digest, data=plan.eval_path, rows=plan.rows.everything, recipe=recipe,
             summary=json.loads(dump_json(summary)), evidence=self._evidence(final), batch_size=self.sweep.target.batch_size,
-            runner=runner._onnx, limits=runner.limits,  # noqa: SLF001 -- the runner's own children, the same lane
+            runner=runner._onnx, limits=runner.limits, prove=prove,  # noqa: SLF001 -- the runner's own children, the same lane
         )  # fmt: skip
-        best = _best(final, holdout, self.prepared.pipeline) | {"settled_on_all_rows": settled, "baseline_all_rows": self._baseline_all_rows()}
-        return self._finish(DELIVERED, records, selection, verdict, best=best, bundle=folder)
+        best = _best(final, holdout, self.prepared.pipeline) | {
+            "settled_on_all_rows": final.id in last.settled, "baseline_all_rows": self._baseline_on("all"), "delivery": proofs[0].to_json(),
+        }  # fmt: skip
+        status = DELIVERED
+        if proofs[0].differs:
+            status = NOT_REPRODUCED
+            verdict = f"Not reproduced, so the bundle is kept but not verified: {'; '.join(proofs[0].differs)}. It had been chosen as {verdict}"
+        return self._finish(status, records, selection, verdict, best=best, bundle=folder)
 
-    def _baseline_all_rows(self) -> dict[str, Any] | None:
-        """The baseline's score over all rows, where some are held out."""
+    def _baseline_on(self, rows: str) -> dict[str, Any] | None:
+        """The baseline's score over the rows of that name, where some are held out."""
         kept: dict[str, Any] = json.loads((self.folder / "baseline" / "scores.json").read_text())
-        return kept.get("all") if self.prepared.rows.holdout else None
+        return kept.get(rows) if self.prepared.rows.holdout else None
 
     def _evidence(self, final: TrialRecord) -> dict[str, Path]:
         """Raw samples of the baseline and of the chosen trial, by their names in the bundle."""
@@ -490,10 +542,13 @@ class _Sweep:
             "best": best,
             "front": list(selection.front) if selection else [], "picks": dict(selection.picks) if selection else {},
             "groups": {k: list(v) for k, v in selection.groups.items()} if selection else {},
+            "membership": {k: m.to_json() for k, m in selection.membership.items()} if selection else {},
+            "eps": dict(selection.eps) if selection else {}, "resolution": self.resolution,
             "trials": dict(Counter(str(r.status) for r in records)),
             "space": space_counts(space),
             "near_misses": [m.to_json() for m in selection.near_misses] if selection else [],
             "hypervolume": selection.hypervolume if selection else None,
+            "ledger": ledger(records, rows=len(self.prepared.rows.search)),
             "surroundings": surroundings().to_json(), "target": self.sweep.config.to_json()["target"],
             "seconds": time.monotonic() - self.started, "notes": [*self.notes, *self._store_notes(), *(selection.notes if selection else ())],
         }  # fmt: skip
@@ -519,8 +574,8 @@ def _best(record: TrialRecord, holdout: MetricValue | None, pipeline: Pipeline) 
 
 
 def _failed(search: Search) -> int:
-    """Trials so far that left no numbers."""
-    return sum(not r.measured for r in search.records.values())
+    """Trials so far that left no numbers, and were not meant to do without."""
+    return sum(not r.measured and r.status is not Status.PRUNED for r in search.records.values())
 
 
 def portable(config: Mapping[str, Any]) -> dict[str, Any]:

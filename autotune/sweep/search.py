@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 STUDY_NAME = "autotune"
 CONTENT = "content"  # attribute of the study: digest of what it depends on
 JOURNAL_FILE = "study.journal"
+ORIGINS = ("default", "untouched", "start", "enumeration", "sampler", "random")  # of points
 ASKS = 20  # of the sampler for one new point, before a uniform draw steps in
 
 
@@ -49,6 +50,7 @@ class Asked:
     point: Point
     origin: str
     attempt: int = 1
+    repeats: int = 0  # points that the sampler proposed before this one and that were tried already
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Search:
         self.seen: dict[str, int] = {}
         self.repairs: list[str] = []
         self._pending: list[Asked] = []
+        self._repeats = 0
         self._next = 0
         self._order: list[Point] | None = None
 
@@ -153,17 +156,15 @@ class Search:
             point, origin = json.loads(trial.user_attrs["point"]), trial.user_attrs["origin"]
         except (KeyError, TypeError, ValueError):
             return None
-        fits = isinstance(point, dict) and (not point or self.space.contains(point)) and isinstance(origin, str)
+        fits = isinstance(point, dict) and (not point or self.space.contains(point)) and origin in ORIGINS
         return Asked(trial.number, point, origin) if fits else None
 
     def _tells(self, trial: optuna.trial.FrozenTrial, asked: Asked | None, record: TrialRecord | None) -> bool:
         """Whether a trial of the study says what was asked for and, once it is finished, what the record says."""
         if asked is None or trial.user_attrs.get("point") != dump_json(asked.point, indent=None) or trial.user_attrs.get("origin") != asked.origin:
             return False
-        if asked.point and trial.number not in self.outside and trial.params != point_to_params(self.space, asked.point)[0]:
-            return False
-        if not trial.state.is_finished():
-            return True
+        if not trial.state.is_finished():  # the study alone knows of it, so it has to say the same twice
+            return record is not None or trial.params == (point_to_params(self.space, asked.point)[0] if asked.point else {})
         if record is None:
             return False
         values = self._values(record)
@@ -201,7 +202,7 @@ class Search:
         with storage_named():
             self._start_in_study(number, point, origin)
         self._remember(number, point)
-        return Asked(number, point, origin)
+        return Asked(number, point, origin, repeats=self._repeats)
 
     def again(self, asked: Asked) -> None:
         """Put a trial back that died of infrastructure: it is asked for once more under its number."""
@@ -219,6 +220,7 @@ class Search:
         self._next = max(self._next, number + 1)
 
     def _choose(self, number: int) -> tuple[Point, str] | None:
+        self._repeats = 0
         return self._first_unseen() or (self._enumerated() if self.enumerates else self._sampled(number))
 
     def _first_unseen(self) -> tuple[Point, str] | None:
@@ -259,6 +261,7 @@ class Search:
             known = self.seen.get(point_key(point))
             if known is None:
                 return point
+            self._repeats += 1
             record = self.records.get(known)
             values = self._values(record) if record is not None else None
             if record is None or values is None:

@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from autotune.benchmarks import accuracy
-from autotune.benchmarks.accuracy import RunOutputs, compare, load_outputs, run_outputs, save_outputs
-from autotune.benchmarks.metrics import get_metric
+from autotune.benchmarks.accuracy import RunOutputs, compare_features, load_outputs, run_outputs, save_outputs
+from autotune.benchmarks.metrics import Metric, Outputs, get_metric
 from autotune.data import Feeding
 from autotune.errors import AutotuneError
 from autotune.model import IoContract, read_onnx_head
@@ -145,7 +145,30 @@ def test_outputs_come_back_from_their_file_whatever_their_names(tmp_path: Path) 
     assert back.finite is False
 
 
+def test_a_run_that_is_stopped_at_a_look_has_the_outputs_of_the_rows_done(tmp_path: Path) -> None:
+    session, io = opened(tmp_path, [helper.make_node("Neg", ["x"], ["y"])], {"x": (TensorProto.FLOAT, ["n", 2])}, {"y": TensorProto.FLOAT})
+    x = RNG.normal(size=(20, 2)).astype(np.float32)
+    seen: list[tuple[int, int]] = []
+
+    def stop(fresh: RunOutputs, done: int) -> bool:
+        seen.append((len(fresh.arrays["y"]), done))
+        return done == 12
+
+    got = run_outputs(session, {"x": x}, io, Feeding(batched=True, batch_size=3), looks=(3, 5, 12, 15), stop=stop)
+
+    assert seen == [(3, 3), (9, 12)]  # 5 falls into a batch
+    assert np.array_equal(got.arrays["y"], -x[:12])
+
+
 # Comparison -----------------------------------------------------------------------------------------------------------------
+
+
+def compare(metric: Metric, candidate: Outputs, baseline: Outputs | None, labels: np.ndarray | None, *, seed: int) -> MetricValue:
+    reference = labels if labels is not None else candidate if baseline is None else baseline
+    examples = len(next(iter(candidate.values())))
+    features = [None if outputs is None else metric.features(outputs, reference, examples) for outputs in (candidate, baseline)]
+    assert features[0] is not None
+    return compare_features(metric, features[0], features[1], seed=seed)
 
 
 def class_scores(right: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:

@@ -1,21 +1,26 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from autotune.benchmarks.latency import (
-    CpuTimes,
     LatencyProtocol,
     PairedSamples,
+    StopAbove,
     measure_latency,
     measure_paired,
     missing_percentiles,
     summarize,
     summarize_baseline,
+    wait_until,
 )
+from autotune.benchmarks.watch import Reading
 from autotune.errors import ConfigError
 
 MS = 1_000_000
@@ -303,17 +308,281 @@ def test_the_baseline_beside_itself_is_exactly_as_fast_as_itself() -> None:
     assert found["latency"].ratio.low == found["latency"].ratio.high == 1.0
 
 
-def test_foreign_load_is_what_the_cpus_did_besides_this_process() -> None:
-    before = CpuTimes(busy_s=100.0, own_s=10.0, wall_s=50.0, cpus=2)
-
-    assert before.foreign_share(CpuTimes(busy_s=112.0, own_s=18.0, wall_s=60.0, cpus=2)) == pytest.approx(0.2)
-    assert before.foreign_share(CpuTimes(busy_s=107.9, own_s=18.0, wall_s=60.0, cpus=2)) == 0.0
-    assert before.foreign_share(None) is None
+# Rounds that something disturbed --------------------------------------------------------------------------------------------
 
 
-def test_the_machine_tells_its_load_where_it_has_a_proc_file_system() -> None:
-    times = CpuTimes.now()
+class FakeMachine:
+    """Readings of a machine on which others compute whenever `busy(time in ns)` says so; one CPU, and runs that take longer then."""
 
-    assert times is not None
-    assert times.busy_s > 0
-    assert times.cpus >= 1
+    def __init__(self, clock: FakeClock, busy: Callable[[int], bool]) -> None:
+        self.clock, self.busy, self.foreign_s, self.own_s = clock, busy, 0.0, 0.0
+
+    def run(self, nominal_ns: int) -> Callable[[], None]:
+        def run_once() -> None:
+            slow = self.busy(self.clock.now_ns)
+            self.clock.now_ns += nominal_ns * (3 if slow else 1)
+            self.own_s += nominal_ns / 1e9
+            self.foreign_s += 2 * nominal_ns / 1e9 if slow else 0.0
+
+        return run_once
+
+    def reading(self) -> Reading:
+        now = self.clock.now_ns / 1e9
+        return Reading(
+            wall_s=now, boot_s=now, own_s=self.own_s, waiting_s=self.foreign_s, busy_s=self.own_s + self.foreign_s, stolen_s=0.0,
+            throttled_s=0.0, hot=0.0, mhz=2000.0, cpus=1,
+        )  # fmt: skip
+
+
+def watched(busy: Callable[[int], bool], protocol: LatencyProtocol, *, candidate_ns: int = MS) -> PairedSamples:
+    clock = FakeClock()
+    machine = FakeMachine(clock, busy)
+    return measure_paired(
+        lambda: machine.run(candidate_ns), lambda: machine.run(2 * MS), protocol, seed=0, clock_ns=clock, watch=machine.reading
+    )  # fmt: skip
+
+
+def test_disturbed_rounds_are_kept_flagged_and_repeated() -> None:
+    protocol = LatencyProtocol(fresh_sessions_every=1, max_time_ns=10**12)
+    quiet = watched(lambda _: False, protocol)
+
+    samples = watched(lambda now: 200 * MS < now < 400 * MS, protocol)
+
+    assert samples.disturbed is not None
+    bad = samples.disturbed
+    assert 2 <= bad.sum() <= 4
+    assert samples.rounds == quiet.rounds + bad.sum()
+    assert samples.candidate_ns[bad].max() == 3 * MS
+    assert samples.candidate_ns[samples.used].max() == MS
+    assert samples.used.tolist() == (~bad).tolist()
+    found = summarize(samples)
+    assert found["latency"].value == 1.0
+    assert found["latency"].samples == samples.candidate_ns[samples.used].size
+    assert samples.session_pairs == quiet.session_pairs
+
+
+def test_a_slow_round_that_nothing_explains_stays() -> None:
+    clock = FakeClock()
+    machine = FakeMachine(clock, lambda _: False)
+    slow_sessions = FakeModel(clock, lambda session, _: 5 * MS if session == 3 else MS)
+
+    samples = measure_paired(
+        slow_sessions.open, lambda: machine.run(MS), LatencyProtocol(fresh_sessions_every=1), seed=0, clock_ns=clock,
+        watch=lambda: replace(machine.reading(), own_s=clock.now_ns / 1e9, busy_s=clock.now_ns / 1e9),
+    )  # fmt: skip
+
+    assert samples.disturbed is not None
+    assert not samples.disturbed.any()
+    assert samples.candidate_ns.max() == 5 * MS
+
+
+def test_repeats_get_half_the_time_more_and_no_longer() -> None:
+    def second_half_of_each_second(now: int) -> bool:
+        return now % (1_000 * MS) >= 300 * MS
+
+    protocol = LatencyProtocol(fresh_sessions_every=1, min_runs=10**9, max_time_ns=4_000 * MS)
+    plain, samples = watched(lambda _: False, protocol), watched(second_half_of_each_second, protocol)
+
+    assert plain.elapsed_ns < 4_000 * MS + 300 * MS
+    assert 5_900 * MS <= samples.elapsed_ns < 6_000 * MS + 300 * MS
+    assert samples.stopped_by == "max_time"
+
+
+def test_a_machine_that_is_always_busy_still_gives_a_number_and_says_how_busy_it_was() -> None:
+    samples = watched(lambda _: True, LatencyProtocol(fresh_sessions_every=1))
+
+    assert samples.foreign_load == pytest.approx(2 / 3)
+    assert samples.used.all()
+    assert samples.ratio().value == pytest.approx(0.5)
+
+
+def test_when_too_few_rounds_are_left_all_of_them_count() -> None:
+    session, disturbed = np.arange(10), np.ones(10, bool)
+    disturbed[:2] = False
+    steady = np.full((10, 3), MS)
+
+    samples = PairedSamples(
+        candidate_ns=steady, baseline_ns=steady, session=session, candidate_first=disturbed, candidate_first_ns=steady[:, 0],
+        baseline_first_ns=steady[:, 0], elapsed_ns=0, stopped_by="max_time", disturbed=disturbed,
+    )  # fmt: skip
+
+    assert samples.used.all()
+    assert replace(samples, disturbed=session < 4).used.tolist() == (session >= 4).tolist()
+
+
+def test_without_a_watch_nothing_is_flagged() -> None:
+    samples = paired(lambda _, __: MS, lambda _, __: MS, LatencyProtocol())
+
+    assert (samples.load, samples.disturbed, samples.foreign_load) == (None, None, None)
+
+
+# Limits ---------------------------------------------------------------------------------------------------------------------
+
+FOUR_TENTHS, TWO_MS = StopAbove("ratio", 0.4, "latency <= 0.4x"), StopAbove("ms", 2.0, "latency <= 2ms")
+
+
+@pytest.mark.parametrize("limit", [FOUR_TENTHS, TWO_MS])
+def test_a_candidate_that_is_certainly_above_a_limit_is_timed_no_longer(limit: StopAbove) -> None:
+    rng = np.random.default_rng(0)
+    protocol = LatencyProtocol(ratio_width=0.0001, max_time_ns=10**12)
+    clock = FakeClock()
+    candidate = FakeModel(clock, lambda _, __: 3 * MS * rng.lognormal(0, 0.1))
+    baseline = FakeModel(clock, lambda _, __: 6 * MS * rng.lognormal(0, 0.1))
+
+    samples = measure_paired(candidate.open, baseline.open, protocol, seed=0, limits=[limit], clock_ns=clock)
+
+    assert (samples.stopped_by, samples.why) == ("limit", limit.why)
+    assert samples.session_pairs == 8
+    assert samples.ratio().low > 0.4
+
+
+def test_a_candidate_that_may_meet_its_limits_is_timed_to_the_end() -> None:
+    rng = np.random.default_rng(0)
+    clock = FakeClock()
+    candidate, baseline = FakeModel(clock, lambda _, __: MS * rng.lognormal(0, 0.1)), FakeModel(clock, lambda _, __: 2.5 * MS)
+
+    samples = measure_paired(
+        candidate.open, baseline.open, LatencyProtocol(ratio_width=0.0, max_rounds=60), seed=0, limits=[FOUR_TENTHS, TWO_MS], clock_ns=clock
+    )
+
+    assert (samples.stopped_by, samples.why) == ("max_rounds", "")
+
+
+@pytest.mark.parametrize(("of", "limit"), [("seconds", 1.0), ("ms", 0.0), ("ratio", float("nan"))])
+def test_a_limit_that_is_none_is_refused(of: str, limit: float) -> None:
+    with pytest.raises(ConfigError, match="it must be a ratio or ms above 0"):
+        StopAbove(of, limit, "")
+
+
+# Patterns, clocks, threads --------------------------------------------------------------------------------------------------
+
+
+def test_paced_runs_start_one_every_interval() -> None:
+    clock = FakeClock()
+    starts: list[int] = []
+
+    def run_once() -> None:
+        starts.append(clock.now_ns)
+        clock.now_ns += MS
+
+    def wait(due_ns: int, _: Callable[[], int]) -> None:
+        clock.now_ns = due_ns
+
+    protocol = LatencyProtocol(pattern="paced", interval_ns=10 * MS, max_time_ns=2_000 * MS, fresh_sessions_every=1)
+    samples = measure_paired(lambda: run_once, lambda: run_once, protocol, seed=0, clock_ns=clock, wait=wait)
+
+    assert set(samples.candidate_ns.ravel().tolist()) == {MS}
+    gaps = np.diff(starts)
+    assert set(gaps[gaps > 2 * MS].tolist()) <= {10 * MS, 11 * MS}  # 11 at the start of a block, after the run before it
+    assert samples.late == 0.0
+    assert "one every 10 ms" in summarize(samples)["latency"].method
+
+
+def test_paced_runs_that_take_longer_than_the_interval_are_counted_as_late() -> None:
+    clock = FakeClock()
+
+    def run_once() -> None:
+        clock.now_ns += 30 * MS
+
+    def wait(due_ns: int, _: Callable[[], int]) -> None:
+        clock.now_ns = due_ns
+
+    protocol = LatencyProtocol(pattern="paced", interval_ns=10 * MS, max_time_ns=2_000 * MS, fresh_sessions_every=1)
+    samples = measure_paired(lambda: run_once, lambda: run_once, protocol, seed=0, clock_ns=clock, wait=wait)
+
+    assert samples.late is not None
+    assert samples.late > 0.5
+    assert set(samples.candidate_ns.ravel().tolist()) == {30 * MS}
+
+
+def test_waiting_ends_when_the_clock_says_so() -> None:
+    due = time.perf_counter_ns() + 5 * MS
+
+    wait_until(due, time.perf_counter_ns)
+
+    assert time.perf_counter_ns() >= due
+
+
+def test_cold_runs_are_the_first_of_fresh_sessions() -> None:
+    samples = paired(
+        lambda _, run: 9 * MS if run == 0 else MS, lambda _, run: 6 * MS if run == 0 else MS, LatencyProtocol(pattern="cold"), opening_ns=MS
+    )
+
+    assert samples.candidate_ns.shape == (samples.rounds, 1)
+    assert samples.session.tolist() == list(range(samples.rounds))
+    assert samples.rounds >= 64
+    found = summarize(samples)
+    assert found["latency"].value == found["latency.first_run"].value == 9.0
+    assert found["latency"].ratio is not None
+    assert found["latency"].ratio.value == pytest.approx(1.5)
+    assert "first of a fresh session" in found["latency"].method
+
+
+def test_cpu_time_times_the_runs_and_elapsed_time_the_budget() -> None:
+    clock, cpu = FakeClock(), FakeClock()
+
+    def run_once() -> None:
+        clock.now_ns += 7 * MS  # much of it spent waiting for a CPU
+        cpu.now_ns += MS
+
+    protocol = LatencyProtocol(clock="cpu", ratio_width=0.0, max_time_ns=500 * MS)
+    samples = measure_paired(lambda: run_once, lambda: run_once, protocol, seed=0, clock_ns=clock, timer_ns=cpu)
+
+    assert set(samples.candidate_ns.ravel().tolist()) == {MS}
+    assert samples.elapsed_ns >= 500 * MS
+    assert "CPU time instead of elapsed time" in summarize(samples)["latency"].method
+
+
+def test_throughput_of_several_threads_is_their_runs_by_the_time_of_all() -> None:
+    protocol = LatencyProtocol(concurrency=3, block_time_ns=2 * MS, fresh_sessions_every=1, min_runs=0)
+    at_once: list[int] = []
+    inside = 0
+    lock = threading.Lock()
+
+    def run_once() -> None:
+        nonlocal inside
+        with lock:
+            inside += 1
+            at_once.append(inside)
+        time.sleep(0.001)
+        with lock:
+            inside -= 1
+
+    samples = measure_paired(lambda: run_once, lambda: run_once, protocol, seed=0)
+
+    found = summarize(samples, examples_a_run=4)["throughput"]
+    assert max(at_once) == 3
+    assert samples.crowd_runs % 3 == 0
+    assert len(samples.candidate_crowd_ns) == samples.session_pairs
+    assert found.value == pytest.approx(4 * samples.crowd_runs / np.median(samples.candidate_crowd_ns) * 1e9, rel=0.01)
+    assert found.low <= found.value <= found.high
+    assert found.value > 1.5 * 4 * 1e3 / summarize(samples)["latency"].value  # sleeping runs do not hinder each other
+    assert found.method.startswith("3 threads on one session")
+
+
+def test_a_run_that_fails_in_a_thread_is_raised() -> None:
+    def run_once() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        measure_paired(lambda: run_once, lambda: run_once, LatencyProtocol(concurrency=2), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"pattern": "burst"}, "pattern must be one of steady, paced, cold"),
+        ({"clock": "gpu"}, "clock must be one of wall, cpu"),
+        ({"pattern": "paced"}, "interval_ns must be above 0 for paced runs"),
+        ({"interval_ns": 5}, "and 0 for others; got 5 with steady runs"),
+        ({"concurrency": 0}, "concurrency must be at least 1"),
+        ({"concurrency": 2, "pattern": "cold"}, "got cold runs"),
+        ({"concurrency": 2, "clock": "cpu"}, "got CPU time"),
+    ],
+)
+def test_ways_of_timing_that_do_not_go_together_are_refused(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        LatencyProtocol(**fields)  # type: ignore[arg-type]
+
+    assert words in str(error.value)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from sklearn.linear_model import LogisticRegression
 
 from autotune.benchmarks import stages
 from autotune.benchmarks.accuracy import load_outputs
+from autotune.benchmarks.denormals import look_for_denormals
 from autotune.errors import ConfigError
 from autotune.model import ONNXModelHandler, save_onnx
 from autotune.records import MetricValue
@@ -68,11 +69,11 @@ def with_weights(change: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -
     return apply
 
 
-def check(digits: Digits, model: ONNXModelHandler, baseline: ONNXModelHandler | None, out: Path) -> dict[str, Any]:
+def check(digits: Digits, model: ONNXModelHandler, baseline: ONNXModelHandler | None, out: Path, **more: Any) -> dict[str, Any]:
     return stages.check(
         {
             "model": model.to_json(), "baseline": baseline.to_json() if baseline else None, "data": str(digits.data),
-            "rows": [0, 1, 2, 3, 4], "batch_size": 1, "out": str(out),
+            "rows": [0, 1, 2, 3, 4], "batch_size": 1, "out": str(out), **more,
         }
     )  # fmt: skip
 
@@ -244,6 +245,124 @@ def test_small_differences_that_eight_bits_swallow_are_no_constant_answer() -> N
     assert not stages.constant_answer(loud, loud)
 
 
+# check: where it runs, with what, and what it costs -------------------------------------------------------------------------
+
+
+def test_a_model_none_of_whose_nodes_run_on_the_provider_is_invalid(digits: Digits, tmp_path: Path) -> None:
+    import onnxruntime as ort
+
+    if "AzureExecutionProvider" not in ort.get_available_providers():
+        pytest.skip("this build has no provider that starts and then takes no node")
+    elsewhere = SessionSettings(intra_op_num_threads=1, execution_provider="AzureExecutionProvider")
+
+    found = check(digits, linear(digits, tmp_path / "m", settings=elsewhere), None, tmp_path)
+
+    assert (found["verdict"], found["cause"]) == ("invalid", "ep_fallback")
+    assert "no node runs on AzureExecutionProvider: " in found["message"]
+    assert "on CPUExecutionProvider" in found["message"]
+
+
+@pytest.mark.parametrize("required", ["primary", "all", 0.9])
+def test_a_model_that_runs_where_it_should_meets_every_requirement(digits: Digits, tmp_path: Path, required: str | float) -> None:
+    found = check(digits, linear(digits, tmp_path / "m"), None, tmp_path, require_ep=required)
+
+    assert found["verdict"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("placed", "required", "fault"),
+    [
+        ({"GPU": 9, "CPU": 1}, "primary", ""),
+        ({"GPU": 9, "CPU": 1}, 0.9, ""),
+        ({"GPU": 9, "CPU": 1}, 0.95, "95% of the nodes must run on GPU: 9 on GPU, 1 on CPU"),
+        ({"GPU": 9, "CPU": 1}, "all", "every node must run on GPU: 9 on GPU, 1 on CPU"),
+        ({"GPU": 10}, "all", ""),
+        ({"CPU": 10}, "primary", "no node runs on GPU: 10 on CPU"),
+        ({}, "primary", ""),
+        ({}, "all", "every node must run on GPU: this ONNX Runtime does not tell where nodes run"),
+    ],
+)
+def test_placement_is_held_against_what_is_required(placed: dict[str, int], required: str | float, fault: str) -> None:
+    assert stages.placement_fault(placed, "GPU", required) == fault
+
+
+def test_threads_of_a_session_are_seen(digits: Digits, tmp_path: Path) -> None:
+    found = check(digits, linear(digits, tmp_path / "m", settings=SessionSettings(intra_op_num_threads=3)), None, tmp_path)
+
+    assert (found["verdict"], found["extra_threads"]) == ("ok", 2)
+    assert stages.threads_not_started(SessionSettings(intra_op_num_threads=4), 1) == [
+        "intra_op_num_threads: asked 4, the session started 1 beside the caller's"
+    ]
+    assert stages.threads_not_started(SessionSettings(intra_op_num_threads=1), 0) == []
+    assert stages.threads_not_started(SessionSettings(), 0) == []
+
+
+def tiny_weights(proto: onnx.ModelProto) -> None:
+    with_weights(lambda w: np.where(np.arange(w.size).reshape(w.shape) % 10 == 0, np.float32(1e-40), w).astype(np.float32))(proto)
+
+
+def tiny_products(proto: onnx.ModelProto) -> None:
+    """Values that only the run brings forth, and that are gone from the output."""
+    proto.graph.initializer.append(numpy_helper.from_array(np.float32(1e-39), "small"))
+    proto.graph.node.insert(1, helper.make_node("Mul", ["product", "small"], ["fraction"]))
+    proto.graph.node[2].input[0] = "fraction"
+
+
+@pytest.mark.parametrize(("change", "worst"), [(tiny_weights, "w"), (tiny_products, "fraction")])
+def test_denormal_numbers_are_noticed_and_told_how_to_avoid(digits: Digits, tmp_path: Path, change: Change, worst: str) -> None:
+    found = check(digits, linear(digits, tmp_path / "m", change), None, tmp_path)["denormals"]
+
+    assert found["looked"]
+    assert found["worst"]["tensor"] in (worst, "small")
+    assert found["weights"] + found["activations"] > 0
+    assert "session.set_denormal_as_zero: '1'" in found["hint"]
+
+
+def test_a_session_that_takes_them_for_0_gets_no_hint_and_a_model_without_them_neither(digits: Digits, tmp_path: Path) -> None:
+    flushing = SessionSettings(intra_op_num_threads=1, config_entries={"session.set_denormal_as_zero": "1"})
+
+    flushed = check(digits, linear(digits, tmp_path / "flushed", tiny_weights, settings=flushing), None, tmp_path)["denormals"]
+    sound = check(digits, linear(digits, tmp_path / "sound"), None, tmp_path)["denormals"]
+
+    assert (flushed["weights"] > 0, flushed["hint"]) == (True, "")
+    assert (sound["weights"], sound["activations"], sound["worst"], sound["hint"]) == (0, 0, None, "")
+    assert sound["activations_of"] == 2 * 2 * 10  # two rows, two tensors of ten values
+
+
+def test_a_look_that_fails_costs_the_model_nothing(digits: Digits, tmp_path: Path) -> None:
+    model = linear(digits, tmp_path / "m")
+
+    found = look_for_denormals(model, [{"x": np.zeros((1, 3), np.float32)}])
+
+    assert not found["looked"]
+    assert found["why"]
+
+
+OPERATORS_SAME = "the model has the baseline's operators"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda proto: None, "the model's bytes are the baseline's"),
+        (lambda proto: setattr(proto, "doc_string", "another"), f"{OPERATORS_SAME}, and on the rows tried its outputs to the last bit"),
+        (with_weights(lambda w: np.round(w * 4) / 4), OPERATORS_SAME),
+    ],
+)
+def test_a_chain_that_left_the_model_as_it_was_is_told(digits: Digits, tmp_path: Path, change: Change, said: str) -> None:
+    found = check(digits, linear(digits, tmp_path / "m", change), linear(digits, tmp_path / "base"), tmp_path)
+
+    assert found["no_op"] == said
+
+
+def test_a_chain_that_added_an_operator_did_something(digits: Digits, tmp_path: Path) -> None:
+    def more(proto: onnx.ModelProto) -> None:
+        proto.graph.node[1].output[0] = "raw"
+        proto.graph.node.append(helper.make_node("Identity", ["raw"], ["logits"]))
+
+    assert check(digits, linear(digits, tmp_path / "m", more), linear(digits, tmp_path / "base"), tmp_path)["no_op"] == ""
+
+
 # accuracy -------------------------------------------------------------------------------------------------------------------
 
 
@@ -329,11 +448,14 @@ def test_labels_that_the_metric_cannot_use_are_refused(digits: Digits, tmp_path:
 # latency --------------------------------------------------------------------------------------------------------------------
 
 
-def timed(digits: Digits, model: ONNXModelHandler, baseline: ONNXModelHandler | None, out: Path) -> dict[str, Any]:
+def timed(
+    digits: Digits, model: ONNXModelHandler, baseline: ONNXModelHandler | None, out: Path, *, limits: Sequence[Any] = (), **protocol: Any
+) -> dict[str, Any]:
     return stages.latency(
         {
             "model": model.to_json(), "baseline": baseline.to_json() if baseline else None, "data": str(digits.data),
-            "rows": [0, 1, 2], "batch_size": 2, "protocol": FAST, "seed": 0, "out": str(out),
+            "rows": [0, 1, 2], "batch_size": 2, "protocol": {**FAST, **protocol}, "seed": 0, "out": str(out),
+            "limits": limits,
         }
     )  # fmt: skip
 
@@ -387,3 +509,56 @@ def test_fresh_sessions_go_on_with_the_next_feed(digits: Digits, tmp_path: Path)
     expected = digits.images @ digits.weight + digits.bias
     for result, row in zip(results, [0, 1, 2, 0], strict=True):
         assert result == pytest.approx(expected[row], abs=1e-4)
+
+
+def test_what_was_seen_of_the_machine_stands_beside_the_runs_and_in_the_facts(digits: Digits, tmp_path: Path) -> None:
+    model = linear(digits, tmp_path / "m")
+
+    found = timed(digits, model, model, tmp_path)
+
+    with np.load(tmp_path / "latency.npz") as kept:
+        assert kept["load_wall_s"].shape == kept["load_waiting_s"].shape == kept["used"].shape == kept["disturbed"].shape == (found["rounds"],)
+        assert kept["load_wall_s"].sum() <= found["elapsed_s"]
+        assert kept["used"].sum() == found["rounds_used"]
+        assert kept["disturbed"].sum() == found["rounds_disturbed"]
+    assert found["machine"]["cpus"] >= 1
+    assert found["machine"]["foreign_share"] == found["foreign_load"]
+
+
+def test_a_candidate_above_its_limit_is_not_timed_to_the_end(digits: Digits, tmp_path: Path) -> None:
+    model = linear(digits, tmp_path / "m")
+    limit = {"of": "ratio", "limit": 0.01, "why": "latency <= 0.01x"}
+
+    found = timed(digits, model, model, tmp_path, limits=[limit], max_time_ns=20_000_000_000, min_runs=10**9)
+    alone = timed(digits, model, None, tmp_path, limits=[limit])
+
+    assert (found["stopped_by"], found["stopped_why"]) == ("limit", "latency <= 0.01x")
+    assert found["session_pairs"] >= 8
+    assert alone["stopped_by"] != "limit"  # the baseline has no limits
+
+
+@pytest.mark.parametrize(
+    ("protocol", "metric", "words"),
+    [
+        ({"pattern": "paced", "interval_ns": 2_000_000}, "latency", "one every 2 ms"),
+        ({"pattern": "cold"}, "latency", "each the first of a fresh session"),
+        ({"clock": "cpu"}, "latency", "CPU time"),
+        ({"concurrency": 2}, "throughput", "2 threads on one session"),
+    ],
+)
+def test_a_declared_way_of_timing_is_followed_and_named(digits: Digits, tmp_path: Path, protocol: dict[str, Any], metric: str, words: str) -> None:
+    model = linear(digits, tmp_path / "m")
+
+    found = timed(digits, model, model, tmp_path, **protocol)
+
+    assert found["verdict"] == "ok"
+    assert words in found["metrics"][metric]["method"]
+    assert found["metrics"][metric]["value"] > 0
+    assert found["protocol"] == {**found["protocol"], **protocol}
+
+
+def test_cpu_time_is_refused_where_it_is_not_the_time_of_a_run(digits: Digits, tmp_path: Path) -> None:
+    threads = linear(digits, tmp_path / "m", settings=SessionSettings(intra_op_num_threads=2))
+
+    with pytest.raises(ConfigError, match=r"CPU time counts runs on one thread only; got 2 threads, sequential\. Write `clock: wall`"):
+        timed(digits, threads, linear(digits, tmp_path / "base"), tmp_path, clock="cpu")

@@ -7,6 +7,7 @@ only, knows by the mark what it shall do.
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from autotune.benchmarks.lane import FOLDER_VARIABLE
 from autotune.config import LoadedSweep, parse_sweep
 from autotune.pipeline import Pipeline
 from autotune.records import TrialRecord
@@ -325,7 +327,8 @@ def trials_of(sweep: dict[str, Any], folder: Path) -> Iterator[Trials]:
     loaded = LoadedSweep(parse_sweep(sweep), Path("/"))
     prepared = prepare(loaded)
     folder.mkdir(parents=True)
-    before, tempfile.tempdir = tempfile.tempdir, str(folder.parent)  # where the lane's lock lies: no other sweep on this machine is waited for
+    before = os.environ.get(FOLDER_VARIABLE)
+    os.environ[FOLDER_VARIABLE] = str(folder.parent)  # where the lane's lock lies: no other sweep on this machine is waited for
     try:
         with TrialRunner(folder, loaded) as runner:
             plan = Baseline(folder, loaded, prepared, runner, lambda _line: None).plan()
@@ -333,7 +336,9 @@ def trials_of(sweep: dict[str, Any], folder: Path) -> Iterator[Trials]:
             runner._passes.start()
             yield Trials(plan, prepared.pipeline, runner)
     finally:
-        tempfile.tempdir = before
+        os.environ.pop(FOLDER_VARIABLE)
+        if before is not None:
+            os.environ[FOLDER_VARIABLE] = before
 
 
 def alive(pid: int) -> bool:

@@ -30,7 +30,8 @@ class SweepProcess:
         self.out = out
         self.temporary = Path(tempfile.mkdtemp(prefix="f"))  # short: Ray's sockets stand below it
         self.command = [sys.executable, "-m", "autotune", "run", str(sweep), "--out", str(out), *more]
-        environment = {**os.environ, "TMPDIR": str(self.temporary), "AUTOTUNE_TEST_MARK": str(self.temporary), "TERM": "xterm", **(env or {})}
+        own = dict.fromkeys(("TMPDIR", "AUTOTUNE_LANES", "AUTOTUNE_TEST_MARK"), str(self.temporary))
+        environment = {**os.environ, **own, "TERM": "xterm", **(env or {})}
         environment.pop("NO_COLOR", None)
         self.master = -1
         if terminal:

@@ -27,7 +27,7 @@ def test_waiting_for_the_lane_is_no_time_of_the_stage(tmp_path: Path, injected: 
     sweep = harm_sweep(tmp_path, {"mark": [0, 1]}, budget={"trials": 5, "stage_timeout": f"{LIMIT_S}s"})
     with trials_of(sweep, tmp_path / "out") as trials:
         holder = subprocess.Popen(
-            [sys.executable, "-c", HOLDER % (3 * LIMIT_S)], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+            [sys.executable, "-c", HOLDER % (3 * LIMIT_S)], stdout=subprocess.PIPE, text=True, env={**os.environ, "AUTOTUNE_LANES": str(tmp_path)}
         )
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from autotune.benchmarks import statistics
+from autotune.benchmarks.latency import LatencyProtocol, measure_paired
 from autotune.records import Interval
 
 COUNTS = st.integers(1, 400)
@@ -154,3 +158,93 @@ def test_intervals_of_the_same_shares_narrow_as_examples_grow(tens: int, gained:
 @given(st.floats(0.5, 0.995))
 def test_a_farther_percentile_never_needs_fewer_runs(quantile: float) -> None:
     assert statistics.runs_needed(quantile) <= statistics.runs_needed(min(quantile + 0.004, 0.999))
+
+
+# Measurements that end by what they see ------------------------------------------------------------------------------------
+
+Draw = Callable[[np.random.Generator, int], NDArray[np.float64]]
+SESSIONS: dict[str, Draw] = {
+    "normal": lambda rng, count: rng.normal(size=count),
+    "heavy-tailed": lambda rng, count: rng.standard_t(2, count),
+    "disturbed": lambda rng, count: rng.normal(size=count) * np.where(rng.random(count) < 0.1, 10, 1),
+}
+MOST_PAIRS = 120
+
+
+def stopped_at(logs: NDArray[np.float64], width: float) -> int:
+    """After how many session pairs a measurement ends."""
+    looks = statistics.Looks(statistics.LEAST_FOR_A_LOOK)
+    return next((n for n in range(1, len(logs) + 1) if looks.due(n) and statistics.narrow_enough(logs[:n], width)), len(logs))
+
+
+@pytest.mark.parametrize("law", SESSIONS)
+@pytest.mark.parametrize("spread", [0.003, 0.01, 0.014])  # between sessions; the least ends at the first look, the most after some 80 pairs
+def test_intervals_that_end_as_soon_as_they_are_narrow_hold_the_truth(law: str, spread: float) -> None:
+    rng = np.random.default_rng(18)
+    hits = []
+    for _ in range(800):
+        logs = spread * SESSIONS[law](rng, MOST_PAIRS)
+        hits.append(holds(statistics.median_interval(logs[: stopped_at(logs, 0.01)]), 0.0))
+
+    assert coverage(hits) >= 0.935  # 0.95 less two standard errors; looking after each pair gives .924 to .93 at the larger spreads
+
+
+@pytest.mark.parametrize("law", SESSIONS)
+@pytest.mark.parametrize("count", [2, 3, 5, 6, 7])
+def test_intervals_of_the_few_pairs_of_a_slow_model_hold_the_truth(law: str, count: int) -> None:
+    rng = np.random.default_rng(19)
+
+    hits = [holds(statistics.median_interval(SESSIONS[law](rng, count)), 0.0) for _ in range(3000)]
+
+    assert coverage(hits) >= 0.942  # 0.95 less two standard errors
+
+
+@pytest.mark.parametrize("law", SESSIONS)
+def test_a_limit_that_is_just_met_seldom_ends_a_measurement_however_often_it_is_looked_at(law: str) -> None:
+    rng = np.random.default_rng(20)
+    ended = 0
+    for _ in range(800):
+        logs, looks = SESSIONS[law](rng, 400), statistics.Looks(statistics.LEAST_FOR_A_LOOK)
+        ended += any(
+            looks.due(n) and statistics.median_above(logs[:n], 0.0, error=statistics.error_at_look(looks.made, 0.025)) for n in range(1, 401)
+        )
+
+    assert ended / 800 <= 0.036  # 0.025 and two standard errors
+
+
+def test_errors_of_all_looks_add_up_to_the_whole() -> None:
+    assert sum(statistics.error_at_look(look, 0.05) for look in range(1, 100_000)) == pytest.approx(0.05, rel=1e-4)
+
+
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=40), st.integers(-6, 6), st.sampled_from([0.05, 0.01, 0.001]))
+def test_a_median_that_is_certainly_above_has_most_values_above_and_not_below_too(values: list[int], limit: int, error: float) -> None:
+    samples = np.array(values, float)
+    if statistics.median_above(samples, limit, error=error):
+        assert np.median(samples) > limit
+        assert not statistics.median_above(-samples, -limit, error=error)
+        assert statistics.median_above(samples, limit - 1, error=error)
+
+
+@pytest.mark.parametrize("law", SESSIONS)
+def test_measured_pairs_hold_the_true_ratio_through_sessions_drift_and_noise(law: str) -> None:
+    rng, hits = np.random.default_rng(21), []
+    protocol = LatencyProtocol(
+        fresh_sessions_every=1, block_time_ns=2_000_000, min_runs=0, min_rounds=0, warmup_runs=1, max_rounds=60, max_time_ns=10**15, ratio_width=0.03
+    )
+    for seed in range(120):
+        clock = [0]
+
+        def session(nominal: float, clock: list[int] = clock) -> Callable[[], None]:
+            takes = (nominal * np.exp(0.01 * SESSIONS[law](rng, 1) + rng.normal(0, 0.02, 40))).tolist()
+
+            def run_once() -> None:
+                clock[0] += int(takes.pop() * (1 + 0.1 * math.sin(clock[0] / 7e8)))
+
+            return run_once
+
+        samples = measure_paired(
+            partial(session, 600_000), partial(session, 1_000_000), protocol, seed=seed, clock_ns=lambda clock=clock: clock[0]
+        )  # fmt: skip
+        hits.append(holds(samples.ratio(), 0.6))
+
+    assert coverage(hits) >= 0.91  # 0.95 less two standard errors

@@ -81,7 +81,7 @@ def test_the_time_rests_on_a_run_of_the_model_or_on_an_earlier_sweep(digits: Pat
 
     assert "ms a run of the model, seen just now" in anew["basis"]
     assert f"{len(took)} trials of this model" in known["basis"]
-    assert known["seconds"] == pytest.approx(np.mean(took) * 5 + 4 * 1.0)  # five trials, and four finalists of at most 1 s
+    assert known["seconds"] == pytest.approx(np.mean(took) * 5 + (5 + 4 + 1) * 1.0)  # five trials, the turns at the end, four finalists, the bundle
 
 
 def test_an_earlier_sweep_of_another_target_is_no_basis(digits: Path, sweep_of: Sweep, finished: SweepResult) -> None:

@@ -1,0 +1,61 @@
+"""What a sweep file says of timing gets to the stages, and what they find comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.records import Status
+
+
+def test_a_candidate_above_the_latency_limit_is_timed_shortly_as_the_file_says(
+    digits: Path, sweep_of: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    from autotune.sweep.run import run
+
+    sweep = sweep_of(
+        digits, constraints=["latency <= 0.001x"], target={"threads": 1, "require_ep": "all"}, budget={"trials": 2},
+        measure={"max_time": "3s", "ratio_width": 0.0001, "pattern": "paced", "interval": "1ms", "clock": "cpu"},
+        search={"start": [{"quantize": "OnnxQuantization", "quantize.quant_mode": "dynamic"}]},
+        chain=[{"slot": "quantize", "pass": "OnnxQuantization", "optional": True, "params": {"quant_mode": ["dynamic", "static"]}}],
+    )  # fmt: skip
+
+    result = run(sweep, tmp_path / "out")
+
+    timed = [r for r in result.records if any(s.name == "latency" for s in r.stages)]
+    assert timed
+    for record in timed:
+        facts = next(s.notes for s in record.stages if s.name == "latency")
+        assert record.status is Status.INFEASIBLE
+        assert (facts["stopped_by"], facts["stopped_why"]) == ("limit", "latency <= 0.001x")
+        assert facts["protocol"]["interval_ns"] == 1_000_000
+        assert "CPU time" in record.metrics["latency"].method
+        assert next(s.notes for s in record.stages if s.name == "check")["no_op"] == ""
+
+
+@pytest.mark.parametrize(
+    ("constraints", "objectives", "limits"),
+    [
+        (["latency <= 0.5x", "latency <= 5ms", "latency.p99 <= 9ms", "size <= 0.5x"], ["latency", "score"], [("ratio", 0.5), ("ms", 5.0)]),
+        (["latency <= baseline * 0.8", "throughput >= 5/s"], ["latency", "score"], [("ratio", 0.8)]),
+        (["latency <= 0.5x"], ["latency.p99", "score"], []),  # its runs are wanted of all
+        ([], ["latency", "score"], []),
+    ],
+)
+def test_limits_on_the_median_latency_may_end_its_measurement(
+    constraints: list[str], objectives: list[str], limits: list[tuple[str, float]], digits: Path, sweep_of: Callable[..., dict[str, Any]]
+) -> None:
+    from types import SimpleNamespace
+
+    from autotune.config import LoadedSweep, parse_sweep
+    from autotune.trial import latency_limits
+
+    loaded = LoadedSweep(parse_sweep(sweep_of(digits, constraints=constraints, objectives=objectives)), digits)
+    plan = SimpleNamespace(sweep=loaded, metric_name="accuracy", metric_unit="share", higher_is_better=True)
+
+    found = latency_limits(plan)  # type: ignore[arg-type]  # all that it looks at
+
+    assert [(one["of"], one["limit"]) for one in found] == limits
