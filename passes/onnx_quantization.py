@@ -24,6 +24,7 @@ from autotune.passes.onnx_graph import (
     is_quantized,
     library_errors,
     load_fixed,
+    loads_at_every_level,
     name_every_node,
     operator_counts,
     quiet,
@@ -275,6 +276,9 @@ class OnnxQuantization(Pass):
             if len(notes.get("excluded_groups", ())) < config.get("exclude_top_k", 0):
                 reason = f"every group of nodes is excluded: there are {len(notes['excluded_groups'])}"
             return unchanged(model, output_model_path, reason, notes={**notes, "operators_after": before})
+        if self.accelerator_spec.execution_provider == "CPUExecutionProvider":
+            with library_errors(who, "what ONNX Runtime's quantizer makes must load", "Leave out operators, or choose other types or the other format."):
+                loads_at_every_level(quantized)
         return model.written(output_model_path, proto=quantized, notes={**notes, "changed": True})
 
 
@@ -412,6 +416,10 @@ def _quantize_static(
     left: dict[str, str] = {}
     wild = nodes_at(prepared.proto, operators, drop_unbounded(ranges)) - prepared.excluded
     left.update(dict.fromkeys(sorted(wild), "values without bounds, or none at all, on the calibration data"))
+    if config["quant_format"] == "QOperator" and config["weight_type"] != config["activation_type"]:
+        weights = {t.name for t in prepared.proto.graph.initializer}
+        lefts = [n.name for n in prepared.proto.graph.node if n.op_type == "MatMul" and n.input[0] in weights and n.name not in prepared.excluded]
+        left.update(dict.fromkeys(lefts, "QLinearMatMul has no kernel for a weight of another type on its left"))
     quantize = _Static(who, prepared, operators, ranges, whole, config)
     if config["exclude_top_k"]:
         worst = _by_harm(this.findings, quantize, frozenset(left), Path(data), model)[: config["exclude_top_k"]]
