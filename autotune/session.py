@@ -35,6 +35,10 @@ KNOWN_CONFIG_ENTRIES: Mapping[str, str] = {
     "session.disable_cpu_ep_fallback": "[01]",
     "session.record_ep_graph_assignment_info": "[01]",
     "session.use_env_allocators": "[01]",
+    "session.intra_op.spin_duration_us": r"\d{1,4}",  # beyond 10 ms the runtime itself warns
+    "session.inter_op.spin_duration_us": r"\d{1,4}",
+    "optimization.enable_cast_chain_elimination": "[01]",
+    "optimization.constant_folding_max_output_size_in_bytes": r"\d+",
     "optimization.enable_gelu_approximation": "[01]",
     "optimization.disable_specified_optimizers": ".+",
     "mlas.enable_gemm_fastmath_arm64_bfloat16": "[01]",
@@ -122,8 +126,10 @@ def session_options(settings: SessionSettings) -> ort.SessionOptions:
     return options
 
 
-def create_session(model_path: Path, settings: SessionSettings) -> ort.InferenceSession:
+def create_session(model_path: Path, settings: SessionSettings, *, profile_to: Path | None = None) -> ort.InferenceSession:
     """Open a model as deployed, and make sure that the execution provider asked for is the one that came.
+
+    `profile_to` is how the file of a session that is profiled begins; without it, it lies in the working folder.
 
     Raises `EnvironmentFault` for an execution provider that this ONNX Runtime build can't start.
     """
@@ -139,7 +145,10 @@ def create_session(model_path: Path, settings: SessionSettings) -> ort.Inference
         providers.append("CPUExecutionProvider")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the fall-back is checked below, and said better
-        session = ort.InferenceSession(str(model_path), session_options(settings), providers=providers)
+        options = session_options(settings)
+        if profile_to is not None:
+            options.profile_file_prefix = str(profile_to)
+        session = ort.InferenceSession(str(model_path), options, providers=providers)
     if settings.execution_provider not in session.get_providers():
         raise _provider_missing(settings, session.get_providers())
     return session

@@ -193,10 +193,11 @@ def rename_new_initializers(proto: onnx.ModelProto, known: set[str]) -> None:
 
 
 def load_fixed(model: ONNXModelHandler) -> onnx.ModelProto:
-    """Read a model whose weights are no inputs: old exporters list every weight as an input that may be fed.
+    """Read a model whose weights are no inputs and whose nodes stand in order.
 
-    Tools fold such weights and leave the input behind, which must then be fed. Nobody can see these inputs in a model's contract
-    (`ONNXModelHandler.io` leaves them out), so nobody loses anything.
+    Old exporters list every weight as an input that may be fed. Tools fold such weights and leave the input behind, which must then be
+    fed. Nobody can see these inputs in a model's contract (`ONNXModelHandler.io` leaves them out), so nobody loses anything.
+    ONNX Runtime runs nodes of the main graph in whatever order they are written, which the format forbids and other tools trip over.
     """
     proto = model.load()
     weights = {t.name for t in proto.graph.initializer} | {t.values.name for t in proto.graph.sparse_initializer}
@@ -205,6 +206,8 @@ def load_fixed(model: ONNXModelHandler) -> onnx.ModelProto:
         del proto.graph.input[:]
         proto.graph.input.extend(kept)
         proto.ir_version = max(proto.ir_version, 4)  # before, each initializer had to be an input
+    with contextlib.suppress(ValueError):  # a cycle: whoever runs the model says so
+        sort_nodes(proto.graph)
     return proto
 
 

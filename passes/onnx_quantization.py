@@ -277,7 +277,7 @@ class OnnxQuantization(Pass):
                 reason = f"every group of nodes is excluded: there are {len(notes['excluded_groups'])}"
             return unchanged(model, output_model_path, reason, notes={**notes, "operators_after": before})
         if self.accelerator_spec.execution_provider == "CPUExecutionProvider":
-            with library_errors(who, "what ONNX Runtime's quantizer makes must load", "Leave out operators, or choose other types or the other format."):
+            with library_errors(who, "what ONNX Runtime's quantizer makes must load", "Leave out operators, or choose other types."):
                 loads_at_every_level(quantized)
         return model.written(output_model_path, proto=quantized, notes={**notes, "changed": True})
 

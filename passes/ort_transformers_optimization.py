@@ -41,6 +41,18 @@ FUSIONS = {
 }  # fmt: skip
 
 
+# What each fusion leaves in the graph when it happens.
+MADE_BY: Mapping[str, tuple[str, ...]] = {
+    "attention": ("Attention", "MultiHeadAttention", "GroupQueryAttention", "PackedAttention", "PackedMultiHeadAttention"),
+    "layer_norm": ("LayerNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
+                   "EmbedLayerNormalization"),
+    "skip_layer_norm": ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"),
+    "embed_layer_norm": ("EmbedLayerNormalization",),
+    "gelu": ("Gelu", "FastGelu", "QuickGelu", "BiasGelu"),
+    "bias_gelu": ("BiasGelu", "FastGelu"),
+}  # fmt: skip
+
+
 def _fusing(value: Any) -> ConditionalDefault:
     return ConditionalDefault("only_onnxruntime", {False: value}, default=INACTIVE)
 
@@ -123,7 +135,7 @@ class OrtTransformersOptimization(Pass):
         fused = {name: count for name, count in fused.items() if count > before.get(name, before.get(f"com.microsoft.{name}", 0))}
         notes: dict[str, Any] = {
             "operators_before": before, "operators_after": after, "nodes_before": sum(before.values()), "nodes_after": sum(after.values()),
-            "fused": fused, "portable": config["opt_level"] <= 1,
+            "fused": fused, "not_fused": _not_fused(config, after), "portable": config["opt_level"] <= 1,
         }  # fmt: skip
         if same_work(given, result):
             reason = f"no pattern of {config['model_type']} was found in the graph" if not config["only_onnxruntime"] else "nothing to optimize"
@@ -172,6 +184,12 @@ class OrtTransformersOptimization(Pass):
         rename_new_initializers(result, known)
         fit_domains(result)
         return result, dict(sorted(counts.items()))
+
+
+def _not_fused(config: Mapping[str, Any], after: Mapping[str, int]) -> list[str]:
+    """Fusions that were asked for and of which the graph holds no trace: its pattern was not there, or not as ONNX Runtime knows it."""
+    present = {name.rpartition(".")[2] for name in after}
+    return [name for name, made in MADE_BY.items() if config.get(name) and not present.intersection(made)]
 
 
 def _heads(proto: onnx.ModelProto) -> tuple[int, int]:

@@ -121,3 +121,19 @@ def test_an_optimized_model_can_be_optimized_again(tmp_path: Path) -> None:
     twice = optimize(once, tmp_path / "twice", "ort_extended")
 
     np.testing.assert_allclose(run(twice, x=X), run(model, x=X), rtol=1e-5, atol=1e-6)
+
+
+@each_optimizer
+def test_a_branch_that_is_always_taken_takes_the_place_of_its_if(optimizer: str, tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info("t", 1, ["batch", 16])
+    then = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["t"], "m")], "then", [], [value])
+    other = helper.make_graph([helper.make_node("Add", ["x", "b"], ["t"], "a")], "else", [], [value])
+    nodes = [helper.make_node("If", ["always"], ["r"], "if", then_branch=then, else_branch=other), helper.make_node("Relu", ["r"], ["y"], "relu")]
+    always = numpy_helper.from_array(np.array(True), "always")
+    model = handler(tmp_path / "in", nodes, [random_weight("w", 16, 16), random_weight("b", 16), always])
+
+    result = optimize(model, tmp_path / "out", optimizer)
+
+    assert "If" not in operators(result)
+    assert "MatMul" in operators(result)
+    np.testing.assert_allclose(run(result, x=X), run(model, x=X), rtol=1e-6)

@@ -1,4 +1,4 @@
-"""OnnxQuantization: types, symmetry, powers of two, calibration methods, the chosen nodes, and the two passes with a fixed mode."""
+"""OnnxQuantization: types, symmetry, powers of two, calibration methods, and the chosen nodes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from autotune.errors import PassConfigError, PassError
 from autotune.model import ONNXModelHandler
 from autotune.passes.calibration import activation_ranges, calibration_feeds
-from autotune.passes.onnx_dynamic_quantization import OnnxDynamicQuantization
-from autotune.passes.onnx_quantization import STATIC_ONLY, OnnxQuantization
-from autotune.passes.onnx_static_quantization import OnnxStaticQuantization
-from autotune.search_spaces.space import compile_space, enumerate_points
+from autotune.passes.onnx_quantization import OnnxQuantization
 from autotune.target import AcceleratorSpec
 from tests.passes.small_onnx import handler, random_weight, run
 
@@ -174,38 +171,3 @@ def test_only_the_named_nodes_are_quantized(mode: str, tmp_path: Path, calib: st
 def test_nodes_to_quantize_that_match_nothing_are_refused_with_the_nearest_name(tmp_path: Path, calib: str) -> None:
     with pytest.raises(PassError, match=r"nodes_to_quantize must match .* '/second/MatMull'. Did you mean '/second/MatMul'"):
         quantize(two_layers(tmp_path / "in"), tmp_path / "out", nodes_to_quantize=["/second/MatMull"], calibration_data_dir=calib)
-
-
-def test_fixed_modes_make_the_same_bytes_as_the_pass_with_that_mode(tmp_path: Path, calib: str) -> None:
-    model = two_layers(tmp_path / "in")
-
-    static = quantize(model, tmp_path / "s", OnnxStaticQuantization, calibration_data_dir=calib)
-    dynamic = quantize(model, tmp_path / "d", OnnxDynamicQuantization)
-
-    assert static.digest == quantize(model, tmp_path / "s2", calibration_data_dir=calib).digest
-    assert dynamic.digest == quantize(model, tmp_path / "d2", quant_mode="dynamic").digest
-
-
-def test_a_fixed_mode_has_no_other_mode_and_speaks_for_itself(tmp_path: Path) -> None:
-    with pytest.raises(PassConfigError, match="OnnxStaticQuantization: quant_mode must be one of 'static'"):
-        OnnxStaticQuantization(SPEC, {"quant_mode": "dynamic"})
-    with pytest.raises(PassConfigError, match="OnnxDynamicQuantization: parameters must be those of its table; got 'calibrate_method'"):
-        OnnxDynamicQuantization(SPEC, {"calibrate_method": "minmax"})
-    with pytest.raises(PassError, match="OnnxStaticQuantization: static mode needs calibration data"):
-        quantize(two_layers(tmp_path / "in"), tmp_path / "out", OnnxStaticQuantization)
-
-    assert not set(STATIC_ONLY) & set(OnnxDynamicQuantization.default_config(SPEC))
-    assert set(STATIC_ONLY) <= set(OnnxQuantization.default_config(SPEC))
-    assert OnnxDynamicQuantization.needed_data(OnnxDynamicQuantization(SPEC, {}).config) == frozenset()
-    assert OnnxStaticQuantization.needed_data(OnnxStaticQuantization(SPEC, {}).config) == frozenset({"calibration"})
-
-
-def test_the_points_of_the_fixed_modes_are_those_of_the_whole_pass() -> None:
-    def points(pass_class: type[OnnxQuantization]) -> list[dict[str, Any]]:
-        return [dict(p) for p in enumerate_points(compile_space(pass_class.search_space(SPEC, {"reduce_range": False})))]
-
-    static, dynamic = points(OnnxStaticQuantization), points(OnnxDynamicQuantization)
-
-    assert len(points(OnnxQuantization)) == len(static) + len(dynamic)
-    assert {p["quant_mode"] for p in static} == {"static"}
-    assert {p["quant_mode"] for p in dynamic} == {"dynamic"}

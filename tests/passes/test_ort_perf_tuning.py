@@ -176,3 +176,30 @@ def test_external_data_and_folders_come_along(tmp_path: Path, model: ONNXModelHa
 
     assert (result.folder / "data" / "weights.bin").read_bytes() == b"1234"
     assert (result.folder / "model.onnx").stat().st_nlink == 1
+
+
+def test_a_profile_says_where_each_node_ran_and_the_session_is_not_profiled(model: ONNXModelHandler, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+
+    result = OrtPerfTuning(CPU, {"enable_profiling": True, "graph_optimization_level": "disable"}).run(model, tmp_path / "out")
+
+    profile = result.notes["profile"]
+    assert profile["nodes_by_provider"] == {"CPUExecutionProvider": 3}
+    assert set(profile["microseconds_by_operator"]) == {"Relu", "Neg", "Add"}
+    assert {n["operator"] for n in profile["slowest_nodes"]} == {"Relu", "Neg", "Add"}
+    assert profile["inputs"].startswith("made-up numbers")
+    assert result.session.enable_profiling is False
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model.onnx"]
+
+
+def test_a_model_that_runs_on_nothing_that_was_tried_has_no_profile_and_says_why(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", ends[:1], ends[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), str(folder / "model.onnx"))
+    (tmp_path / "out").mkdir()
+
+    result = OrtPerfTuning(CPU, {"enable_profiling": True}).run(ONNXModelHandler.from_folder(folder), tmp_path / "out")
+
+    assert "unknown rank" in result.notes["profile"]["fault"]

@@ -94,6 +94,14 @@ def test_a_fusion_that_is_switched_off_does_not_happen(encoder: ONNXModelHandler
     np.testing.assert_allclose(answers(result, 0), answers(encoder, 0), atol=1e-4)
 
 
+def test_fusions_that_did_not_happen_are_named(encoder: ONNXModelHandler, tmp_path: Path) -> None:
+    result = fuse(encoder, tmp_path / "out", embed_layer_norm=False)
+    nothing = fuse(handler(tmp_path / "in", [helper.make_node("Relu", ["x"], ["y"], "relu")]), tmp_path / "none", attention=False)
+
+    assert result.notes["not_fused"] == []
+    assert nothing.notes["not_fused"] == ["layer_norm", "skip_layer_norm", "embed_layer_norm", "gelu", "bias_gelu"]
+
+
 def test_onnx_runtime_alone_can_be_asked_for(encoder: ONNXModelHandler, tmp_path: Path) -> None:
     result = fuse(encoder, tmp_path / "out", only_onnxruntime=True, opt_level=1)
 
