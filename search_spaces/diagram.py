@@ -155,7 +155,10 @@ class _Node:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of a condition, for messages. `offers` says that its branch is not INVALID, nor a condition with rows of its own."""
+    """A row of a condition, for messages. `offers`: its branch has choices to lose.
+
+    A branch of one value has none: it is what a default by its parents compiles to.
+    """
 
     label: str
     text: str
@@ -322,7 +325,7 @@ class _Compiler:
         for parent, name, value in zip(parents, names, values, strict=True):
             if value is not INACTIVE and value_key(value) not in self.index[name]:
                 hint = f"The choices of {parent} are {self.choices[name]!r}"
-        return _Row(node.label, text, hint, node.strict, possible, offers=isinstance(branch, Categorical | Inactive))
+        return _Row(node.label, text, hint, node.strict, possible, offers=isinstance(branch, Categorical) and len(branch.values) > 1)
 
     def _with_gate(self, node: _Node, number: int) -> int:
         if node.gate is None:

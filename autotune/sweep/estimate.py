@@ -25,7 +25,9 @@ PROBE_S = 1.0  # for runs of the model, after it is loaded
 PROBE_LIMIT_S = 60.0
 PROBE_RUNS = 20
 STAGES_S = 0.5  # opening sessions, checks and records of a trial beside its timing; the demonstration's trials took 0.3 to 0.6 s
-OUTPUT_BYTES = 64 * 1024  # evidence of a trial beside its outputs: samples, records, logs
+RECORD_BYTES = 64 * 1024  # of a trial: its record, outputs of small models, logs
+SAMPLE_BYTES = 8  # of a run that was timed; every one is kept
+FASTEST_S = 5e-6  # a run of the smallest models
 
 
 def estimate(prepared: Prepared, *, trials: int, run: Path | None = None) -> dict[str, Any]:
@@ -33,16 +35,17 @@ def estimate(prepared: Prepared, *, trials: int, run: Path | None = None) -> dic
 
     `run`: the folder that the sweep would write into; trials of an earlier run of the same model there are the best basis.
     """
-    return {"time": _time(prepared, trials, run), "disk": _disk(prepared, trials, run)}
+    earlier = _earlier_seconds(prepared, run)
+    probe = _probe(prepared) if prepared.facts.format == ONNX and not earlier else {}
+    return {"time": _time(prepared, trials, run, earlier, probe), "disk": _disk(prepared, trials, run, probe.get("run_s", 0.0))}
 
 
-def _time(prepared: Prepared, trials: int, run: Path | None) -> dict[str, Any]:
+def _time(prepared: Prepared, trials: int, run: Path | None, earlier: list[float], probe: Mapping[str, Any]) -> dict[str, Any]:
     config = prepared.sweep.config
     final = seconds(config.measure.final_time)
     # Those whose place on the front is open, in turns; the finalists; and the delivered files once more.
     finals = min(seconds(config.measure.final_budget), trials * final) + min(FINALISTS, trials) * final + final
     limit = seconds(config.budget.time) if config.budget.time else None
-    earlier = _earlier_seconds(prepared, run)
     if earlier:
         each = statistics.mean(earlier)
         basis = f"{len(earlier)} trials of this model in {run} took {each:.1f} s each"
@@ -51,7 +54,6 @@ def _time(prepared: Prepared, trials: int, run: Path | None) -> dict[str, Any]:
     if prepared.facts.format != ONNX:
         basis = f"timing alone, at most {timing:g} s a trial: conversion, training and accuracy are not known before the first trial"
         return _within((trials + 1) * (timing + STAGES_S) + finals, limit, basis)
-    probe = _probe(prepared)
     if "why" in probe:
         return {"seconds": limit, "budget_s": limit, "basis": f"the model was not run here: {probe['why']}"}
     rows = prepared.rows
@@ -121,8 +123,11 @@ def time_model(args: Mapping[str, Any]) -> dict[str, Any]:
     return {"open_s": opened, "run_s": statistics.median(took), "rows_a_run": feeding.rows_per_run()}
 
 
-def _disk(prepared: Prepared, trials: int, run: Path | None) -> dict[str, Any]:
-    """At most: every trial leaves an artifact of the model's size for each slot that changes files, and nothing is shared."""
+def _disk(prepared: Prepared, trials: int, run: Path | None, run_s: float) -> dict[str, Any]:
+    """At most: every trial leaves an artifact of the model's size for each slot that changes files, and nothing is shared.
+
+    `run_s`: what a run of the model takes, 0 where that is not known; candidates may be four times as fast.
+    """
     pipeline, config = prepared.pipeline, prepared.sweep.config
     place = (run or Path.cwd()).resolve()
     while not place.exists():
@@ -132,8 +137,12 @@ def _disk(prepared: Prepared, trials: int, run: Path | None) -> dict[str, Any]:
     changing = sum(any(not pipeline.classes[a.name].contract.session_only for a in slot.alternatives) for slot in pipeline.space.slots)
     if not size:
         return {"at_most_bytes": None, "free_bytes": free, "basis": "the size of the model is not known before it is converted"}
-    at_most = size * (trials * changing + 2) + trials * OUTPUT_BYTES  # the model itself and the bundle are copies too
+    timed_s = trials * seconds(config.measure.max_time) + seconds(config.measure.final_budget) + (FINALISTS + 1) * seconds(config.measure.final_time)
+    samples = int(SAMPLE_BYTES * timed_s / max(run_s / 4, FASTEST_S))
+    # The model itself and the bundle are copies too; so are the bundle's samples.
+    at_most = size * (trials * changing + 2) + trials * RECORD_BYTES + 2 * samples
     basis = f"{size:,} bytes of model, for each of {trials} trials and {changing} slots that change files, and for the copy and the bundle"
+    basis += f"; {samples / 1e6:.1f} MB of samples"
     if config.model.path is None:
         basis += "; the weights file stands for the converted model"
     return {"at_most_bytes": at_most, "free_bytes": free, "basis": basis}

@@ -93,7 +93,7 @@ COLUMNS = (
     Column("session", "OrtPerfTuning", {}),
 )
 MORE_COLUMNS = (
-    Column("ort", "OnnxModelOptimizer", {"optimizer": "onnxruntime"}),
+    Column("ort", "OnnxModelOptimizer", {"optimizer": "ort_basic"}),
     Column("script", "OnnxModelOptimizer", {"optimizer": "onnxscript"}),
     Column("zeros", "OnnxPruning", {"method": "unstructured", "sparsity": 0.5}, ANY),
     Column("qop", "OnnxStaticQuantization", {"quant_format": "QOperator"}, EIGHT_BITS),
@@ -114,7 +114,7 @@ class Input:
     rows: Path
     outputs: Path | None  # None where it does not run
     died: bool = False
-    needs_range: bool = False
+    delicate: bool = False
 
 
 class Matrix:
@@ -123,14 +123,14 @@ class Matrix:
     def __init__(self, runner: StageRunner, work: Path) -> None:
         self.runner, self.work, self.count = runner, work, 0
 
-    def open(self, name: str, onnx_file: Path, rows: Path, *, needs_range: bool = False) -> Input:
+    def open(self, name: str, onnx_file: Path, rows: Path, *, delicate: bool = False) -> Input:
         """Take a model in and check it as the baseline of a sweep is checked."""
         folder = self.work / name / "input"
         folder.mkdir(parents=True)
         model = ingest_onnx(onnx_file, folder).with_session(SessionSettings(intra_op_num_threads=1))
         checked, out = self._check(model, None, rows)
         sound = checked.ok and checked.value is not None and checked.value["verdict"] == "ok"
-        return Input(name, model, rows, out if sound else None, checked.cause is Cause.SIGNAL, needs_range)
+        return Input(name, model, rows, out if sound else None, checked.cause is Cause.SIGNAL, delicate)
 
     def cell(self, given: Input, column: Column) -> Cell:
         """Run one pass on one model and judge what came of it."""
@@ -168,7 +168,8 @@ class Matrix:
         if checked.value["verdict"] != "ok":
             return Cell(given.name, column.name, "i", f"{checked.value['cause']}: {checked.value['message']}")
         error = difference(load_outputs(given.outputs / "outputs.npz").arrays, load_outputs(out / "outputs.npz").arrays)
-        bound = ANY if given.name == "random_output" or (given.needs_range and column.bound in (EIGHT_BITS, FOUR_BITS)) else column.bound
+        takes_digits = column.bound != EXACT and column.pass_name != "OnnxMixedPrecision"  # which looks at the ranges first
+        bound = ANY if given.name == "random_output" or (given.delicate and takes_digits) else column.bound
         loose = max(bound, HALF) if "float16" in given.name else bound
         letter = "+" if error <= loose else "W"
         return Cell(given.name, column.name, letter, "" if letter == "+" else f"outputs differ by {error:.2g} of their norm", error)
@@ -249,14 +250,19 @@ def generator() -> ModuleType:
     return module
 
 
+def open_model(matrix: Matrix, models: Path, name: str, facts: Mapping[str, Any]) -> Input:
+    """A model of a folder; `facts` are what the generator says of its own models."""
+    return matrix.open(name, models / f"{name}.onnx", models / f"{name}.npz", delicate=getattr(facts.get(name), "delicate", False))
+
+
 def run_matrix(models: Path, facts: Mapping[str, Any], columns: Sequence[Column], work: Path, only: Sequence[str] = ()) -> list[Cell]:
-    """All cells over the models of a folder; `facts` are what the generator says of its own."""
+    """All cells over the models of a folder."""
     names = [p.stem for p in sorted(models.glob("*.onnx")) if not only or p.stem in only]
     cells = []
     with StageRunner(PRELOAD) as runner:
         matrix = Matrix(runner, work)
         for name in names:
-            given = matrix.open(name, models / f"{name}.onnx", models / f"{name}.npz", needs_range=getattr(facts.get(name), "needs_range", False))
+            given = open_model(matrix, models, name, facts)
             cells += [matrix.cell(given, column) for column in columns]
     return cells
 

@@ -24,15 +24,15 @@ FLOAT, INT64, BOOL = int(TensorProto.FLOAT), int(TensorProto.INT64), int(TensorP
 class Awkward:
     """A model and its rows (one array an input, one row an example).
 
-    `runs` is False where ONNX Runtime can't load or run it. `needs_range` says that 8 bits can't hold what it computes with, so that an
-    error of quantization is no fault of a pass. `beside` keeps its weights in a file of their own.
+    `runs` is False where ONNX Runtime can't load or run it. `delicate` says that what it computes hangs on more digits than few
+    bits have, so that a large error of a pass that takes digits away is no fault of the pass. `beside` keeps its weights in a file of their own.
     """
 
     trait: str
     proto: onnx.ModelProto
     rows: Arrays
     runs: bool = True
-    needs_range: bool = False
+    delicate: bool = False
     beside: bool = False
 
 
@@ -219,6 +219,12 @@ def list_of_maps() -> tuple[onnx.ModelProto, Arrays]:
     return model(nodes, [X], [value("label", INT64, ["n"]), maps], domains=["ai.onnx.ml"]), flat()
 
 
+@awkward("an input that nobody takes")
+def unused_input() -> tuple[onnx.ModelProto, Arrays]:
+    nodes = [node("Identity", ["x"], ["i"], "same"), node("MatMul", ["i", "w"], ["a"], "product"), node("Dropout", ["a"], ["y"], "dropout")]
+    return model(nodes, [X, value("unused", FLOAT, ["n", 4])], [Y], [weight("w", 16, 16)]), {**flat(), "unused": normal(ROWS, 4)}
+
+
 @awkward("an inner value is an output too")
 def inner_output() -> tuple[onnx.ModelProto, Arrays]:
     proto = two_layers()
@@ -249,7 +255,7 @@ def random_output() -> tuple[onnx.ModelProto, Arrays]:
     return model(nodes, [X], [Y], [weight("w", 16, 16)]), flat()
 
 
-@awkward("the number of rows that come out depends on the values")
+@awkward("the number of rows that come out depends on the values", delicate=True)
 def shape_from_data() -> tuple[onnx.ModelProto, Arrays]:
     nodes = [
         node("MatMul", ["x", "w"], ["a"], "product"),
@@ -780,7 +786,7 @@ def lowest_float_mask() -> tuple[onnx.ModelProto, Arrays]:
     return model(nodes, [X], [Y], [weight("v", 16, 16), weight("w", 16, 16, seed=1), *numbers]), flat()
 
 
-@awkward("weights from 1e-20 to 1e6", needs_range=True)
+@awkward("weights from 1e-20 to 1e6", delicate=True)
 def wild_weights() -> tuple[onnx.ModelProto, Arrays]:
     wild = spread(16, 16) * np.logspace(-20, 6, 16)[None, :]
     nodes = [node("MatMul", ["x", "w"], ["a"], "wild"), node("Tanh", ["a"], ["t"], "tanh"), node("MatMul", ["t", "v"], ["y"], "tame")]
@@ -807,12 +813,12 @@ def detector(rows: int = ROWS) -> tuple[onnx.ModelProto, Arrays]:
     return model(nodes, [X], [value("y", FLOAT, ["n", 8])], weights), {"x": normal(rows, 16)}
 
 
-@awkward("boxes in pixels beside scores from 0 to 1", needs_range=True)
+@awkward("boxes in pixels beside scores from 0 to 1", delicate=True)
 def detector_tail() -> tuple[onnx.ModelProto, Arrays]:
     return detector()
 
 
-@awkward("activations beyond what float16 holds")
+@awkward("activations beyond what float16 holds", delicate=True)
 def beyond_float16() -> tuple[onnx.ModelProto, Arrays]:
     nodes = [
         node("MatMul", ["x", "w"], ["a"], "large"),

@@ -63,16 +63,13 @@ def weights(model: ONNXModelHandler, *, rank: int = 2) -> dict[str, onnx.TensorP
     return {t.name: t for graph in graphs_of(model.load().graph) for t in graph.initializer if len(t.dims) >= rank}
 
 
-def names_are_unique(proto: onnx.ModelProto) -> bool:
-    """No node and no value of the main graph shares its name with another."""
-    nodes = [n.name for n in proto.graph.node]
-    values = [name for n in proto.graph.node for name in n.output if name] + [t.name for t in proto.graph.initializer]
-    return all(nodes) and len(set(nodes)) == len(nodes) and len(set(values)) == len(values)
-
-
 def sound(model: ONNXModelHandler) -> None:
     """The checker takes it with full type and shape inference, every name is given once, and it loads at every level."""
-    onnx.checker.check_model(model.load(), full_check=True)
-    assert names_are_unique(model.load())
+    proto = model.load()
+    onnx.checker.check_model(proto, full_check=True)
+    nodes = [n.name for n in proto.graph.node if n.name]
+    values = [name for n in proto.graph.node for name in n.output if name] + [t.name for t in proto.graph.initializer]
+    assert len(set(nodes)) == len(nodes)
+    assert len(set(values)) == len(values)
     for level in ("disable", "basic", "extended", "all"):
         create_session(model.path, SessionSettings(graph_optimization_level=level, intra_op_num_threads=1))

@@ -145,7 +145,7 @@ def oracle_refusal(declared: Declared, leaves: list[Leaf]) -> str | None:
         return "must be able to occur"
     sound = [leaf for leaf in leaves if not leaf.holds_invalid]
     alive = {row for leaf in sound for row in leaf.rows}
-    if sound and any(row not in alive and (branch is INACTIVE or isinstance(branch, Categorical)) for row, branch in strict.items()):
+    if sound and any(row not in alive and isinstance(branch, Categorical) and len(branch.values) > 1 for row, branch in strict.items()):
         return "must leave a valid point"
     points = [leaf.point for leaf in leaves if leaf.refuser is None]
     if not points:
