@@ -3,6 +3,7 @@
 # make check   all that CI runs: tests, lint, types, floors, the built wheel, the examples
 # make slow    the tests that take longer than half a minute each
 # make faults  all tests that inject faults, slow ones too, with the table of faults (docs/reliability.md)
+# make matrix  every pass on every awkward model, as a table (docs/failure-kinds.md)
 # make clean   remove what these made
 #
 # Needs Python 3.11 or later with its venv module, and make. PYTHON=python3.12 takes another interpreter, VENV=DIR another place.
@@ -18,7 +19,7 @@ BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check quality lint types floors wheel examples slow faults pins clean
+.PHONY: demo test check quality lint types floors wheel examples slow faults matrix pins clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/autotune demo --out demo
@@ -51,6 +52,9 @@ wheel: $(VENV)/.installed
 
 examples: $(VENV)/.installed
 	@set -e; for example in examples/*.py; do echo "$$example"; timeout 300 $(BIN)/python "$$example"; done
+
+matrix: $(VENV)/.installed
+	$(BIN)/python benchmarks/comparisons/pass_matrix.py
 
 # Write constraints.txt anew from what is installed: after an upgrade that passed `make check`.
 pins: $(VENV)/.installed

@@ -1,6 +1,6 @@
 """Every pass on every awkward model: which cells end in a correct model, which say why not, and which are wrong.
 
-    python benchmarks/comparisons/pass_matrix.py [--models FOLDER] [--passes NAME ...] [--only NAME ...] [--json FILE]
+    python benchmarks/comparisons/pass_matrix.py [--every] [--models FOLDER] [--passes NAME ...] [--only NAME ...] [--json FILE]
 
 Prints a matrix, model by pass, and below it the words of every cell that is no correct model; with `--json`, writes all of it. Each cell is run
 as a sweep runs it: the pass in a child process with limits, then the check that stands before every measurement. The models are those that
