@@ -1,7 +1,8 @@
 # make demo    install into .venv and run the main job on a small model that it trains itself
 # make test    install with what developers need and run the tests
 # make check   all that CI runs: tests, lint, types, floors, the built wheel, the examples
-# make slow    the tests that take longer than half a minute each
+# make long    the tests that take about half a minute each; `make check` runs them too
+# make slow    the tests that take minutes each
 # make faults  all tests that inject faults, slow ones too, with the table of faults (docs/reliability.md)
 # make matrix  every pass on every awkward model, as a table (docs/failure-kinds.md)
 # make clean   remove what these made
@@ -19,13 +20,16 @@ BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check quality lint types floors wheel examples slow faults matrix pins clean
+.PHONY: demo test long check quality lint types floors wheel examples slow faults matrix pins clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/autotune demo --out demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow and not long"
+
+long: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -m "long and not slow"
 
 slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -m slow
@@ -33,7 +37,7 @@ slow: $(VENV)/.installed
 faults: $(VENV)/.installed
 	$(BIN)/python -m pytest -q tests/faults
 
-check: test quality
+check: test long quality
 
 quality: lint types floors wheel examples
 

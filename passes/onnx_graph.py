@@ -22,6 +22,7 @@ from autotune.session import SessionSettings, session_options
 
 if TYPE_CHECKING:
     import onnx
+    from numpy.typing import NDArray
 
 DEFAULT_DOMAINS = ("", "ai.onnx")
 QUANTIZED_OPERATORS = frozenset({
@@ -372,6 +373,17 @@ def _copy(proto: onnx.ModelProto) -> onnx.ModelProto:
     return copied
 
 
+def keep_io(result: onnx.ModelProto, given: onnx.ModelProto) -> None:
+    """Give a model, in place, the inputs and outputs of the one that it was made of, names, types and shapes as they were written there.
+
+    Libraries drop an input that nobody takes, and put what they inferred in the place of an axis's name.
+    """
+    for field in ("input", "output"):
+        wanted = list(getattr(given.graph, field))
+        result.graph.ClearField(field)
+        getattr(result.graph, field).extend(wanted)
+
+
 def check_types(proto: onnx.ModelProto) -> None:
     """Run the ONNX checker and strict type inference; raises what they raise. Needs the model to fit into one message or on disk."""
     import onnx
@@ -387,8 +399,11 @@ def check_types(proto: onnx.ModelProto) -> None:
         onnx.shape_inference.infer_shapes_path(str(path), str(path.with_name("inferred.onnx")), check_type=True, strict_mode=True)
 
 
-def loads_at_every_level(proto: onnx.ModelProto) -> None:
-    """Create CPU sessions at the lowest and the highest optimization level; raises what ONNX Runtime raises."""
+def loads_at_every_level(proto: onnx.ModelProto, feed: Mapping[str, NDArray[Any]] | None = None) -> None:
+    """Create CPU sessions at the lowest and the highest optimization level, and run each on a feed, if any; raises what ONNX Runtime raises.
+
+    Some models load and do not run, as with zero points of a wrong shape.
+    """
     import onnxruntime as ort
 
     with tempfile.TemporaryDirectory(prefix="autotune-load-") as name:
@@ -398,7 +413,9 @@ def loads_at_every_level(proto: onnx.ModelProto) -> None:
             options = session_options(SessionSettings(graph_optimization_level=level, intra_op_num_threads=1))
             options.log_severity_level = 4
             with quiet():
-                ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+                session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+                if feed is not None:
+                    session.run(None, dict(feed))
 
 
 def unchanged(model: ONNXModelHandler, folder: Path, reason: str, *, notes: Mapping[str, Any] | None = None) -> ONNXModelHandler:

@@ -14,6 +14,7 @@ from autotune.passes.base import ONNX, AcceleratorSpec, Pass, PassConfigParam, P
 from autotune.passes.onnx_graph import (
     fit_domains,
     initializer_names,
+    keep_io,
     library_errors,
     load_fixed,
     loads_at_every_level,
@@ -40,7 +41,7 @@ class OnnxModelOptimizer(Pass):
     """Simplify the graph by one of several optimizers."""
 
     # Extended fusions are made for one execution provider; the others are portable, but a store key can't tell by value.
-    contract = PassContract(accepts=ONNX, returns=ONNX, ep_dependent=True, version=1)
+    contract = PassContract(accepts=ONNX, returns=ONNX, ep_dependent=True, version=2)
 
     @classmethod
     def _default_config(cls, accelerator_spec: AcceleratorSpec) -> dict[str, PassConfigParam]:
@@ -58,6 +59,7 @@ class OnnxModelOptimizer(Pass):
         given = load_fixed(model)
         with library_errors(WHO, f"the model must be one that {optimizer} takes", "Choose another optimizer, or leave this pass out."), quiet():
             result = self._optimized(optimizer, given)
+            keep_io(result, given)
         before, after = operator_counts(given), operator_counts(result)
         notes: dict[str, Any] = {
             "operators_before": before, "operators_after": after, "nodes_before": sum(before.values()), "nodes_after": sum(after.values()),

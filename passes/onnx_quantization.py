@@ -22,6 +22,7 @@ from autotune.passes.findings import Findings
 from autotune.passes.onnx_graph import (
     default_opset,
     is_quantized,
+    keep_io,
     library_errors,
     load_fixed,
     loads_at_every_level,
@@ -34,14 +35,18 @@ from autotune.passes.onnx_graph import (
 from autotune.passes.quantization_graph import (
     Prepared,
     coverage,
+    drop_nodes,
     float_type,
+    hold_floats,
     matching_nodes,
     one_scale,
     prepare,
     quantizable,
     refuse_wild_weights,
+    wrongly_removed,
 )
 from autotune.passes.quantization_groups import by_harm, content_of, content_of_arrays, groups_of, rows_for
+from autotune.passes.quantization_names import give_names_back
 from autotune.passes.quantization_scales import drop_unbounded, nodes_at, saturated, to_powers_of_two
 from autotune.passes.registry import register
 from autotune.search_spaces.parameters import INACTIVE, Boolean, Categorical, Conditional, ConditionalDefault
@@ -49,6 +54,8 @@ from autotune.target import library_versions, surroundings
 
 if TYPE_CHECKING:
     import onnx
+
+    from autotune.data import Arrays
 
 WHO = "OnnxQuantization"
 PER_CHANNEL_OPSET = 13  # DequantizeLinear has an axis from here on
@@ -110,7 +117,7 @@ class OnnxQuantization(Pass):
 
     contract = PassContract(
         accepts=ONNX, returns=ONNX, min_opset=10, needs_calibration_when={"quant_mode": "static"}, refuses_quantized_input=True,
-        data={"calibration_data_dir": "calibration"}, version=2,
+        data={"calibration_data_dir": "calibration"}, version=3,
     )  # fmt: skip
 
     @classmethod
@@ -262,13 +269,16 @@ class OnnxQuantization(Pass):
             return unchanged(model, output_model_path, possible.reason, notes={**notes, "operators_after": before, "quantized_nodes": 0})
 
         whole = one_scale(prepared.proto, operators, notes) if config["per_channel"] else []
+        feed = None
         if config["quant_mode"] == "static":
             if str(config.get("calibration_data_dir")) == RANDOM:
                 notes["calibration"] = "random data: the activation ranges say nothing about real data"
-            quantized = _quantize_static(self, prepared, operators, whole, model, config, notes)
+            quantized, feed = _quantize_static(self, prepared, operators, whole, model, config, notes)
         else:
-            quantized = _quantize_dynamic(who, prepared, operators, config)
+            quantized = _quantize_dynamic(who, prepared, operators, whole, config)
         sort_nodes(quantized.graph)  # the quantizers append what they add
+        give_names_back(quantized, prepared.renamed)
+        keep_io(quantized, given)
         covered = coverage(possible, quantized)
         notes.update(operators_after=operator_counts(quantized), quantized_nodes=covered["nodes"], coverage=covered)
         if not covered["nodes"]:
@@ -277,8 +287,8 @@ class OnnxQuantization(Pass):
                 reason = f"every group of nodes is excluded: there are {len(notes['excluded_groups'])}"
             return unchanged(model, output_model_path, reason, notes={**notes, "operators_after": before})
         if self.accelerator_spec.execution_provider == "CPUExecutionProvider":
-            with library_errors(who, "what ONNX Runtime's quantizer makes must load", "Leave out operators, or choose other types."):
-                loads_at_every_level(quantized)
+            with library_errors(who, "what ONNX Runtime's quantizer makes must load and run", "Leave out operators, or choose other types."):
+                loads_at_every_level(quantized, feed)
         return model.written(output_model_path, proto=quantized, notes={**notes, "changed": True})
 
 
@@ -356,7 +366,6 @@ class _Static:
     config: Mapping[str, Any]
 
     def __call__(self, excluded: frozenset[str]) -> onnx.ModelProto:
-        from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
         from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
         from onnxruntime.quantization.quant_utils import QuantizationMode, QuantType
 
@@ -368,7 +377,7 @@ class _Static:
         options: dict[str, Any] = {"DefaultTensorType": float_type(), "ActivationSymmetric": config["activation_symmetric"]}
         if config.get("weight_symmetric") is not None:
             options["WeightSymmetric"] = config["weight_symmetric"]
-        if self.one_scale:
+        if self.one_scale and config["quant_format"] == "QDQ":
             options["TensorQuantOverrides"] = {n: [{"quant_type": types[config["weight_type"]]}] for n in self.one_scale}
         ranges = copy.copy(self.ranges)
         ranges.data = dict(self.ranges.data)  # the quantizer changes some
@@ -378,13 +387,34 @@ class _Static:
             types[config["weight_type"]], types[config["activation_type"]], ranges, [], sorted(excluded), list(self.operators), options
         )  # fmt: skip
         with library_errors(self.who, "the model must be one that ONNX Runtime's static quantizer takes"), quiet():
-            if config["quant_format"] == "QDQ":
-                quantizer = QDQQuantizer(copied, config["per_channel"], config["reduce_range"], *given)
-            else:
-                quantizer = ONNXQuantizer(copied, config["per_channel"], config["reduce_range"], QuantizationMode.QLinearOps, True, *given)
+            if config["quant_format"] != "QDQ":
+                return _by_operators(copied, config, self.one_scale, QuantizationMode.QLinearOps, True, *given)
+            quantizer = QDQQuantizer(copied, config["per_channel"], config["reduce_range"], *given)
             quantizer.quantize_model()
             result: onnx.ModelProto = quantizer.model.model
         return result
+
+
+def _by_operators(proto: onnx.ModelProto, config: Mapping[str, Any], one_scale: Sequence[str], *given: Any) -> onnx.ModelProto:
+    """Quantize by the quantizer that puts integer operators in the place of float ones; `proto` is changed. Raises what it raises.
+
+    By itself it has no way to give single weights one scale: asked to, it stops at "axis value is missing", or makes what does not run.
+    """
+    from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
+
+    held = hold_floats(proto)
+    quantizer = ONNXQuantizer(proto, config["per_channel"], config["reduce_range"], *given)
+    by_channel = quantizer.quantize_weight_per_channel
+    whole = {t.name: t for t in quantizer.model.initializer() if t.name in set(one_scale)}
+
+    def by_weight(name: str, kind: Any, axis: int, *more: Any, **named: Any) -> Any:
+        return quantizer.quantize_initializer(whole[name], kind, *more, **named) if name in whole else by_channel(name, kind, axis, *more, **named)
+
+    quantizer.quantize_weight_per_channel = by_weight
+    quantizer.quantize_model()
+    result: onnx.ModelProto = quantizer.model.model
+    drop_nodes(result, held)
+    return result
 
 
 def _quantize_static(
@@ -395,7 +425,8 @@ def _quantize_static(
     model: ONNXModelHandler,
     config: Mapping[str, Any],
     notes: dict[str, Any],
-) -> onnx.ModelProto:
+) -> tuple[onnx.ModelProto, Arrays]:
+    """The quantized model, and a feed of the calibration data on which it should run."""
     who = type(this).__name__
     data = config.get("calibration_data_dir")
     if data is None:
@@ -420,10 +451,12 @@ def _quantize_static(
         weights = {t.name for t in prepared.proto.graph.initializer}
         lefts = [n.name for n in prepared.proto.graph.node if n.op_type == "MatMul" and n.input[0] in weights and n.name not in prepared.excluded]
         left.update(dict.fromkeys(lefts, "QLinearMatMul has no kernel for a weight of another type on its left"))
+    cut = set(wrongly_removed(prepared.proto, operators, by_operators=config["quant_format"] == "QOperator")) - prepared.excluded
+    left.update(dict.fromkeys(sorted(cut), "others need its input as it is, and the quantizer would cut it off"))
     quantize = _Static(who, prepared, operators, ranges, whole, config)
     if config["exclude_top_k"]:
         worst = _by_harm(this.findings, quantize, frozenset(left), Path(data), model)[: config["exclude_top_k"]]
-        notes["excluded_groups"] = worst
+        notes["excluded_groups"] = [{**entry, "nodes": [prepared.renamed.get(n, n) for n in entry["nodes"]]} for entry in worst]
         prepared = replace(prepared, excluded=prepared.excluded.union(*(entry["nodes"] for entry in worst)))
     result = _repaired(quantize, prepared.excluded, left)
     if config["power_of_two_scales"]:
@@ -431,8 +464,8 @@ def _quantize_static(
 
         to_powers_of_two(result, {t.name: numpy_helper.to_array(t) for t in prepared.proto.graph.initializer if t.data_type == float_type()})
     if left:
-        notes["left_in_float"] = "; ".join(f"{node}: {why}" for node, why in list(left.items())[:20])
-    return result
+        notes["left_in_float"] = "; ".join(f"{prepared.renamed.get(node, node)}: {why}" for node, why in list(left.items())[:20])
+    return result, next(walk())
 
 
 def _by_harm(findings: Findings, quantize: _Static, left: frozenset[str], data: Path, model: ONNXModelHandler) -> list[dict[str, Any]]:
@@ -465,8 +498,7 @@ def _repaired(quantize: Callable[[frozenset[str]], onnx.ModelProto], excluded: f
     return result
 
 
-def _quantize_dynamic(who: str, prepared: Prepared, operators: list[str], config: Mapping[str, Any]) -> onnx.ModelProto:
-    from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
+def _quantize_dynamic(who: str, prepared: Prepared, operators: list[str], one_scale: Sequence[str], config: Mapping[str, Any]) -> onnx.ModelProto:
     from onnxruntime.quantization.quant_utils import QuantizationMode, QuantType
 
     weight_type = QuantType.QInt8 if config["weight_type"] == "int8" else QuantType.QUInt8
@@ -478,10 +510,6 @@ def _quantize_dynamic(who: str, prepared: Prepared, operators: list[str], config
     copied = type(prepared.proto)()
     copied.CopyFrom(prepared.proto)
     with library_errors(who, "the model must be one that ONNX Runtime's dynamic quantizer takes"), quiet():
-        quantizer = ONNXQuantizer(
-            copied, config["per_channel"], config["reduce_range"], QuantizationMode.IntegerOps, False, weight_type, QuantType.QUInt8,
-            None, [], excluded, operators, options,
-        )  # fmt: skip
-        quantizer.quantize_model()
-        result: onnx.ModelProto = quantizer.model.model
-    return result
+        return _by_operators(
+            copied, config, one_scale, QuantizationMode.IntegerOps, False, weight_type, QuantType.QUInt8, None, [], excluded, operators, options
+        )

@@ -17,6 +17,7 @@ from autotune.passes.base import ONNX, AcceleratorSpec, Pass, PassConfigParam, P
 from autotune.passes.onnx_graph import (
     fit_domains,
     initializer_names,
+    keep_io,
     library_errors,
     load_fixed,
     loads_at_every_level,
@@ -69,7 +70,7 @@ def _fusion(default: bool, description: str, *, searched: bool = False) -> PassC
 class OrtTransformersOptimization(Pass):
     """Fuse the patterns of transformers; the result runs on ONNX Runtime only."""
 
-    contract = PassContract(accepts=ONNX, returns=ONNX, min_opset=11, ep_dependent=True, version=1)
+    contract = PassContract(accepts=ONNX, returns=ONNX, min_opset=11, ep_dependent=True, version=2)
 
     @classmethod
     def _default_config(cls, accelerator_spec: AcceleratorSpec) -> dict[str, PassConfigParam]:
@@ -130,6 +131,7 @@ class OrtTransformersOptimization(Pass):
         doing = "Set opt_level to 0 or 1, switch fusions off, or leave this pass out."
         with library_errors(WHO, "the model must be one that ONNX Runtime's transformers optimizer takes", doing), quiet():
             result, fused = self._fuse(given, config)
+            keep_io(result, given)
         after = operator_counts(result)
         # The optimizer counts what is there; a model that came with fused operators was not fused by it.
         fused = {name: count for name, count in fused.items() if count > before.get(name, before.get(f"com.microsoft.{name}", 0))}

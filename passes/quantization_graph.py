@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from autotune.passes.onnx_graph import (
     glob_like,
     graphs_of,
     initializer_names,
+    keep_io,
     lift_constants,
     name_every_node,
     optimize_by_session,
@@ -30,6 +31,7 @@ from autotune.passes.onnx_graph import (
     short_message,
     value_names,
 )
+from autotune.passes.quantization_names import free_names, fresh_stem
 
 if TYPE_CHECKING:
     import onnx
@@ -39,15 +41,21 @@ WEIGHTED: Mapping[str, tuple[int, ...]] = {
     "MatMul": (0, 1), "Gemm": (0, 1), "Conv": (1,), "ConvTranspose": (1,), "Attention": (1,), "LSTM": (1, 2), "Gather": (0,),
     "EmbedLayerNormalization": (2, 3, 4),
 }  # fmt: skip
+# Whose results have a scale of their own in QOperator format; the others pass on their input's, or have a fixed one.
+SCALED = frozenset({"Add", "AveragePool", "Concat", "Conv", "Gemm", "GlobalAveragePool", "LeakyRelu", "MatMul", "Mul"})
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model ready for the quantizers: named, folded, with known shapes; and the nodes to leave alone, by their names there."""
+    """A model ready for the quantizers: named, folded, with known shapes; and the nodes to leave alone, by their names there.
+
+    `renamed` are the nodes whose names there are not the user's, which it gives.
+    """
 
     proto: onnx.ModelProto
     excluded: frozenset[str] = frozenset()
     notes: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 def matching_nodes(proto: onnx.ModelProto, patterns: Sequence[str], *, who: str, parameter: str) -> list[onnx.NodeProto]:
@@ -94,6 +102,7 @@ def prepare(
         kept = frozenset(node.name for node in only or ())
     if optimize or default_opset(proto) <= 10:
         proto, problem = _with_shapes(proto)
+        keep_io(proto, named)
         if problem:
             notes["shape_inference"] = problem
     else:
@@ -107,7 +116,9 @@ def prepare(
     _own_weights(proto)
     if only is not None:
         out |= {node.name for node in proto.graph.node if node.name not in kept}
-    return Prepared(proto, out, notes)
+    renamed = free_names(proto)
+    new_names = {old: new for new, old in renamed.items()}
+    return Prepared(proto, frozenset(new_names.get(name, name) for name in out), notes, renamed)
 
 
 def _fold_factors(proto: onnx.ModelProto) -> None:
@@ -289,6 +300,64 @@ def coverage(possible: Quantizable, result: onnx.ModelProto) -> dict[str, Any]:
     share = elements[True] / max(elements.total(), 1)
     found: dict[str, Any] = {"nodes": quantized_nodes(result), "of_nodes": possible.nodes, "weights": round(share, 4)}
     return {**found, "float_in_bodies": dict(possible.in_bodies)} if possible.in_bodies else found
+
+
+def wrongly_removed(proto: onnx.ModelProto, operators: Iterable[str], *, by_operators: bool) -> list[str]:
+    """Name each Relu and Clip that the static quantizer would leave out, or cut its input's range for, where that makes outputs wrong.
+
+    It trusts that quantizing the input cuts off what the node would have cut off. That takes an input that nobody else takes: the model's
+    outputs and bodies are overlooked in either format. In QOperator format it also takes a scale of the input's own: the node is left out
+    behind whatever is quantized, with the scale that it happens to have.
+    """
+    outputs, chosen = {v.name for v in proto.graph.output}, set(operators)
+    uses = Counter(name for node in proto.graph.node for name in node.input)
+    seen_inside = {name for node in proto.graph.node for name in _names_inside(node)}
+    makers = {name: node.op_type for node in proto.graph.node for name in node.output}
+    found = []
+    for node in proto.graph.node:
+        if node.op_type not in ("Relu", "Clip") or node.op_type not in chosen:
+            continue
+        taken = node.input[0]
+        shared = by_operators and (uses[taken] > 1 or makers.get(taken) not in SCALED)
+        if shared or taken in outputs or taken in seen_inside:
+            found.append(node.name)
+    return found
+
+
+def _names_inside(node: onnx.NodeProto) -> Iterator[str]:
+    """Names that the bodies of a node take, or give back, whether they are their own or from outside."""
+    for attribute in node.attribute:
+        for outer in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+            for graph in graphs_of(outer):
+                yield from (name for part in graph.node for name in part.input)
+                yield from (v.name for v in graph.output)
+
+
+def hold_floats(proto: onnx.ModelProto) -> list[str]:
+    """Append a node, in place, for each value that a Where, or a body from outside, takes; return the names of these nodes.
+
+    The quantizer of QOperator and dynamic models gives a value back its float form before a node that it knows nothing of. It knows Where and
+    leaves it alone, and does not look into bodies. The nodes are Identities whose results nobody takes: to be dropped afterwards.
+    """
+    from onnx import helper
+
+    made = {name for node in proto.graph.node for name in node.output if name}
+    wanted: dict[str, None] = {}
+    for node in proto.graph.node:
+        wanted.update(dict.fromkeys(node.input if node.op_type == "Where" else ()))
+        wanted.update(dict.fromkeys(_names_inside(node)))
+    stem = fresh_stem("held", value_names(proto) | {n.name for graph in graphs_of(proto.graph) for n in graph.node})
+    held = [helper.make_node("Identity", [name], [f"{stem}_{i}"], f"{stem}_{i}") for i, name in enumerate(n for n in wanted if n in made)]
+    proto.graph.node.extend(held)
+    return [node.name for node in held]
+
+
+def drop_nodes(proto: onnx.ModelProto, names: Iterable[str]) -> None:
+    """Remove nodes of the main graph by name."""
+    gone = set(names)
+    for index in range(len(proto.graph.node) - 1, -1, -1):
+        if proto.graph.node[index].name in gone:
+            del proto.graph.node[index]
 
 
 def refuse_wild_weights(proto: onnx.ModelProto, *, who: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from autotune.errors import PassError
 from autotune.passes.onnx_graph import graphs_of
@@ -22,12 +22,6 @@ QUANTIZERS: list[tuple[str, dict[str, Any]]] = [
     ("OnnxBlockwiseQuantization", {"bits": 8, "op_types_to_quantize": "all"}),
 ]
 every_quantizer = pytest.mark.parametrize(("name", "config"), QUANTIZERS, ids=["QDQ", "QOperator", "dynamic", "blockwise"])
-
-
-def known_to_fail(request: pytest.FixtureRequest, config: dict[str, Any], quant_format: str, reason: str) -> None:
-    """The case with this format fails as it is, by name; it is to pass some day, and the mark to go."""
-    if config.get("quant_format") == quant_format:
-        request.applymarker(pytest.mark.xfail(strict=True, raises=PassError, reason=reason))
 
 
 @pytest.mark.parametrize("per_channel", [True, False])
@@ -96,10 +90,7 @@ def test_a_name_from_elsewhere_is_refused_with_the_nearest_one(name: str, config
 
 @pytest.mark.parametrize("kind", ["names_missing", "names_repeated", "names_of_quantizers", "odd_names"])
 @every_quantizer
-def test_every_name_is_given_once_afterwards(name: str, config: dict[str, Any], kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if kind == "names_of_quantizers" and name != "OnnxBlockwiseQuantization":
-        reason = "the quantizer trips over a model that has names it would give itself; they could be renamed before it begins"
-        request.applymarker(pytest.mark.xfail(strict=True, raises=PassError, reason=reason))
+def test_every_name_is_given_once_afterwards(name: str, config: dict[str, Any], kind: str, tmp_path: Path) -> None:
     made = MODELS[kind]()
     given = saved(tmp_path / "in", made.proto)
     runs = MODELS["names_missing" if kind == "names_repeated" else kind]()  # ONNX Runtime does not take the repeated names; the rest is equal
@@ -111,13 +102,70 @@ def test_every_name_is_given_once_afterwards(name: str, config: dict[str, Any], 
     assert error(saved(tmp_path / "runs", runs.proto), result, made.rows) < 0.05
 
 
+@every_quantizer
+def test_inputs_outputs_and_nodes_keep_names_that_are_in_a_quantizer_s_way(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    nodes = [
+        node("Add", ["x", "x_scale"], ["a"], "x_QuantizeLinear"),
+        node("Gemm", ["a", "w", "w_quantized"], ["y"], "gemm"),
+        node("Relu", ["y"], ["r"], "gemm_MatMul"),
+        node("MatMul", ["r", "v"], ["y_quantized"], "v_DequantizeLinear"),
+        node("MatMul", ["y_quantized", "u"], ["z"], "gemm_quant"),
+    ]
+    held = [weight("w", 16, 16), weight("w_quantized", 16), weight("v", 16, 16, seed=1), weight("u", 16, 16, seed=2)]
+    proto = model(nodes, [X, value("x_scale", FLOAT, ["n", 16])], [Y, *(value(n, FLOAT, ["n", 16]) for n in ("y_quantized", "z"))], held)
+    given = saved(tmp_path / "in", proto)
+    rows = {**flat(), "x_scale": flat()["x"][::-1]}
+
+    result = apply(name, given, tmp_path / "out", None if name.startswith("OnnxDynamic") else rows, nodes_to_exclude=["v_DequantizeLinear"], **config)
+
+    sound(result)
+    assert result.io == given.io
+    assert error(given, result, rows) < 0.05
+    float_ones = [n for n in result.load().graph.node if n.op_type == "MatMul" and n.name == "v_DequantizeLinear"]
+    assert [n.input[1] for n in float_ones] == ["v"]
+
+
+@every_quantizer
+def test_names_in_bodies_are_in_nobody_s_way(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    branches = {
+        key: helper.make_graph(
+            [node("MatMul", ["a", own], ["a_quantized"], "a_QuantizeLinear"), node(op, ["a_quantized"], [key], "w_quant")],
+            key, [], [value(key, FLOAT, ["n", 16])], [weight(own, 16, 16, seed=2)],
+        )
+        for key, op, own in (("then_branch", "Neg", "w_scale"), ("else_branch", "Abs", "w_zero_point"))
+    }  # fmt: skip
+    nodes = [
+        node("MatMul", ["x", "w"], ["a"], "first"),
+        node("Squeeze", ["positive"], ["one"], "squeeze"),
+        node("If", ["one"], ["z"], "if", **branches),
+        node("MatMul", ["a", "v"], ["y"], "second"),
+    ]
+    inputs = [X, value("positive", int(TensorProto.BOOL), ["n"])]
+    given = saved(tmp_path / "in", model(nodes, inputs, [Y, value("z", FLOAT, ["n", 16])], [weight("w", 16, 16), weight("v", 16, 16, seed=1)]))
+    rows = {**flat(), "positive": np.arange(12) < 6}
+
+    result = apply(name, given, tmp_path / "out", None if name.startswith("OnnxDynamic") else rows, **config)
+
+    assert result.notes["changed"]
+    for row in (0, 11):
+        assert error(given, result, {key: array[row : row + 1] for key, array in rows.items()}) < 0.05
+
+
+def test_the_harm_of_nodes_is_told_by_the_names_of_the_input_model(tmp_path: Path) -> None:
+    made = MODELS["names_of_quantizers"]()
+    given = saved(tmp_path / "in", made.proto)
+
+    result = apply("OnnxStaticQuantization", given, tmp_path / "out", made.rows, exclude_top_k=1, per_channel=False)
+
+    harms = {n.name for n in made.proto.graph.node}
+    assert [set(g["nodes"]) <= harms and g["harm"] > 1e-6 for g in result.notes["excluded_groups"]] == [True]
+    assert result.notes["quantized_nodes"] == 1
+    assert error(given, result, made.rows) < 0.05
+
+
 @pytest.mark.parametrize("kind", ["if_with_weights", "if_in_if", "loop_with_outer_weight", "scan_with_weights"])
 @every_quantizer
-def test_bodies_stay_right_and_what_is_left_in_them_is_told(
-    name: str, config: dict[str, Any], kind: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if kind.startswith("if_"):
-        known_to_fail(request, config, "QOperator", "a value that only a branch takes loses its float form; its node could be left in float")
+def test_bodies_stay_right_and_what_is_left_in_them_is_told(name: str, config: dict[str, Any], kind: str, tmp_path: Path) -> None:
     made = MODELS[kind]()
     given = saved(tmp_path / "in", made.proto)
     batch = {"x": made.rows["x"][:1]}
@@ -132,6 +180,71 @@ def test_bodies_stay_right_and_what_is_left_in_them_is_told(
     told = str(result.notes.get("coverage", {}).get("float_in_bodies", "")) + str(result.notes.get("reason", ""))
     assert str(inside) in told
     assert "MatMul" in told
+
+
+@every_quantizer
+def test_a_table_s_row_that_only_a_branch_takes_keeps_its_float_form(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    branches = {
+        key: helper.make_graph([node(op, ["turned"], [key])], key, [], [value(key, FLOAT, ["m", "n"])])
+        for key, op in (("then_branch", "Neg"), ("else_branch", "Abs"))
+    }
+    nodes = [
+        node("Gather", ["table", "ids"], ["row"], "look_up"),
+        node("Transpose", ["row"], ["turned"], "turn", perm=[1, 0]),
+        node("MatMul", ["row", "w"], ["y"], "product"),
+        node("If", ["positive"], ["z"], "if", **branches),
+    ]
+    inputs = [value("ids", INT64, ["n"]), value("positive", int(TensorProto.BOOL), [])]
+    proto = model(nodes, inputs, [Y, value("z", FLOAT, [16, "n"])], [weight("table", 8, 16), weight("w", 16, 16, seed=1)])
+    given = saved(tmp_path / "in", proto)
+    ids = np.random.default_rng(0).integers(0, 8, (12, 4))
+    rows = {"ids": ids, "positive": np.arange(12) < 6}
+
+    result = apply(name, given, tmp_path / "out", None if name.startswith("OnnxDynamic") else rows, **config)
+
+    assert result.notes["changed"]
+    for positive in (True, False):
+        assert error(given, result, {"ids": ids[0], "positive": np.array(positive)}) < 0.05
+
+
+BRANCHES = {
+    name: helper.make_graph([node(op, ["a"], [name])], name, [], [value(name, FLOAT, ["n", 16])])
+    for name, op in (("then_branch", "Neg"), ("else_branch", "Abs"))
+}
+ALSO_TAKEN: dict[str, list[Any]] = {  # by whom, other than the Relu
+    "output": [node("Relu", ["a"], ["r"], "relu")],
+    "operator": [node("Sigmoid", ["a"], ["s"], "sigmoid"), node("Relu", ["a"], ["r"], "relu")],
+    "where": [
+        node("Greater", ["a", "zero"], ["g"], "greater"), node("Where", ["g", "zero", "a"], ["s"], "where"), node("Relu", ["a"], ["r"], "relu"),
+    ],
+    "branch": [
+        node("ReduceSum", ["x"], ["total"], "total", keepdims=0), node("Greater", ["total", "zero"], ["positive"], "positive"),
+        node("If", ["positive"], ["s"], "if", **BRANCHES), node("Relu", ["a"], ["r"], "relu"),
+    ],
+    "nobody, a fixed scale": [node("Softmax", ["a"], ["s"], "softmax"), node("Clip", ["s", "zero", "low"], ["r"], "clip")],
+    "nobody, a scale of another": [node("Relu", ["a"], ["s"], "relu"), node("Clip", ["s", "zero", "low"], ["r"], "clip")],
+    "nobody": [node("Relu", ["a"], ["r"], "relu")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preprocess", [True, False])
+@pytest.mark.parametrize("takers", ALSO_TAKEN)
+@pytest.mark.parametrize("quant_format", FORMATS)
+def test_what_a_relu_cuts_off_is_cut_off_for_whoever_takes_its_result_and_for_nobody_else(
+    quant_format: str, takers: str, preprocess: bool, tmp_path: Path
+) -> None:
+    made = [node("MatMul", ["x", "w"], ["a"], "first"), *ALSO_TAKEN[takers], node("MatMul", ["r", "v"], ["y"], "last")]
+    shown = {"output": "a", "operator": "s", "where": "s", "branch": "s"}.get(takers)
+    outs = [Y, value(shown, FLOAT, ["n", 16])] if shown else [Y]
+    held = [weight("w", 16, 16), weight("v", 16, 16, seed=1), tensor("zero", 0.0), tensor("low", 0.06)]
+    given = saved(tmp_path / "in", model(made, [X], outs, held))
+
+    result = apply("OnnxStaticQuantization", given, tmp_path / "out", flat(), quant_format=quant_format, quant_preprocess=preprocess)
+
+    assert result.notes["quantized_nodes"] == 2
+    assert (sum(n.op_type == "Relu" for n in result.load().graph.node) == 0) or takers != "nobody"  # it is left out where that is right
+    for row in range(6):
+        assert error(given, result, {"x": flat()["x"][row : row + 1]}) < 0.06
 
 
 @every_quantizer

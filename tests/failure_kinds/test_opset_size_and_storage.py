@@ -206,15 +206,12 @@ def test_a_pass_that_finds_nothing_to_do_gives_the_same_bytes_and_the_reason(nam
 
 # 33
 
-MERGED = pytest.mark.xfail(strict=True, raises=AssertionError, reason="shape inference puts a size in the place of an axis's name")
-
 
 @pytest.mark.parametrize(
     "name",
     [
         *("OnnxOpsetUpgrade", "OnnxModelOptimizer", "OnnxFloatToFloat16", "OnnxBlockwiseQuantization", "OnnxExternalData"),
-        pytest.param("OnnxStaticQuantization", marks=MERGED),
-        pytest.param("OnnxDynamicQuantization", marks=MERGED),
+        *("OnnxStaticQuantization", "OnnxDynamicQuantization"),
     ],
 )
 def test_a_named_axis_keeps_its_name_and_no_axis_becomes_0(name: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from autotune.errors import PassConfigError, PassError
+from autotune.errors import PassConfigError
 from autotune.model import ONNXModelHandler
 from autotune.passes.base import AcceleratorSpec
 from autotune.passes.onnx_blockwise_quantization import OnnxBlockwiseQuantization
@@ -20,11 +20,6 @@ from tests.failure_kinds.awkward import FLOAT, IMAGE, MODELS, X, Y, detector, fl
 from tests.failure_kinds.kinds import CALIBRATION_METHODS, FORMATS, apply, error, outputs, saved, sound, weights
 
 SPEC = AcceleratorSpec()
-
-
-def known(error_type: type[Exception], reason: str) -> pytest.MarkDecorator:
-    """A case that fails as it is; it is to pass some day, and the mark to go."""
-    return pytest.mark.xfail(strict=True, raises=error_type, reason=reason)
 
 
 def pairs(result: ONNXModelHandler) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -97,10 +92,8 @@ def test_weights_have_the_type_that_was_asked_for_or_the_config_is_refused(
     ("name", "config"),
     [
         ("OnnxStaticQuantization", {"quant_format": "QDQ"}),
-        pytest.param(
-            "OnnxStaticQuantization", {"quant_format": "QOperator"}, marks=known(PassError, "the quantizer wants an axis for the one scale")
-        ),
-        pytest.param("OnnxDynamicQuantization", {}, marks=known(Exception, "the model does not run: its zero points are those of channels")),
+        ("OnnxStaticQuantization", {"quant_format": "QOperator"}),
+        ("OnnxDynamicQuantization", {}),
     ],
 )
 def test_weights_of_rank_3_run_and_say_that_they_have_one_scale(name: str, config: dict[str, Any], tmp_path: Path) -> None:
@@ -276,9 +269,7 @@ def test_values_beyond_float16_are_told_or_kept_in_float32(tmp_path: Path) -> No
     ("name", "config"),
     [
         ("OnnxStaticQuantization", {"quant_format": "QDQ"}),
-        pytest.param(
-            "OnnxStaticQuantization", {"quant_format": "QOperator"}, marks=known(PassError, "a value that Where takes loses its float form")
-        ),
+        ("OnnxStaticQuantization", {"quant_format": "QOperator"}),
         ("OnnxDynamicQuantization", {}),
         ("OnnxBlockwiseQuantization", {}),
         ("OnnxFloatToFloat16", {}),
@@ -294,6 +285,25 @@ def test_what_goes_in_and_comes_out_stays_as_it_was(name: str, config: dict[str,
 
     assert result.notes["changed"]
     assert result.io == given.io
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        *(("OnnxModelOptimizer", {"optimizer": one}) for one in ("onnxslim", "onnxscript", "ort_basic", "ort_extended")),
+        *(("OrtTransformersOptimization", {"opt_level": level}) for level in (0, 1)),
+        ("OnnxStaticQuantization", {}), ("OnnxDynamicQuantization", {}),
+    ],
+)  # fmt: skip
+def test_an_input_that_nobody_takes_stays(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    made = MODELS["unused_input"]()
+    given = saved(tmp_path / "in", made.proto)
+
+    result = apply(name, given, tmp_path / "out", made.rows if name == "OnnxStaticQuantization" else None, **config)
+
+    assert result.notes["changed"]
+    assert result.io == given.io
+    assert error(given, result, made.rows) < 0.05
 
 
 # 19

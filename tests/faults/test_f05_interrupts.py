@@ -26,6 +26,7 @@ def records_are_whole(out: Path) -> bool:
     return all(TrialRecord.from_json(json.loads(p.read_text())) for p in out.glob("trials/*/trial.json"))
 
 
+@pytest.mark.long
 def test_ctrl_c_saves_and_tells_a_command_that_goes_on_to_the_end(deterministic: Sweep, injected: Injected, tmp_path: Path) -> None:
     folder = tmp_path / "with space"
     folder.mkdir()

@@ -209,6 +209,7 @@ def report(history: History) -> None:
     print(f"\nF6: {history.kills} kills, {len(history.kept)} trials, none lost; {resumed}, all gone in {history.gone_s:.2f} s at most")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("control", [6], indirect=True)
 def test_killed_at_five_moments_a_sweep_comes_to_the_same_end(

@@ -26,6 +26,7 @@ def kill_during(sweep: SweepProcess, number: int, victim: str) -> None:
     sweep.kill(victim)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_trial_whose_ray_died_runs_once_more_and_the_sweep_goes_on(deterministic: Sweep, injected: Injected, tmp_path: Path) -> None:
     with sweeping(deterministic(tmp_path, budget={"trials": 6}), tmp_path) as sweep:

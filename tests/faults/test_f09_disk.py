@@ -150,6 +150,7 @@ def test_a_sweep_on_a_disk_that_fills_up_stops_whole_and_goes_on_when_there_is_r
     assert_the_same_end(control, out)
 
 
+@pytest.mark.long
 def test_under_ray_too_a_full_disk_ends_the_sweep_and_no_trial_is_blamed(control: Control, disk: Path, injected: Callable[[str], None]) -> None:
     out = control.begun(disk / "out")
     ballast = leave(disk, 300)

@@ -196,6 +196,7 @@ def test_a_trial_that_neither_study_nor_record_knows_any_more_gets_a_point_and_t
     assert disagreements(told, NAMES, DIRECTIONS) == []
 
 
+@pytest.mark.long
 def test_a_sweep_over_torn_records_says_so_and_ends_as_before(
     deterministic: Callable[..., dict[str, Any]], tmp_path: Path, injected: Callable[[str], None]
 ) -> None:

@@ -28,6 +28,7 @@ def test_a_database_that_is_dead_at_the_start_is_said_to_be(injected: Injected, 
         open_study(tmp_path, f"sqlite:///{path}", ["minimize"], ["latency"])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_database_that_dies_while_a_sweep_runs_costs_no_finished_trial(deterministic: Sweep, injected: Injected, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"

@@ -271,6 +271,7 @@ def promises_hold(sweep: dict[str, Any], faults: list[Fault], injected: Callable
 usual = settings(max_examples=5, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck), deadline=None)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @given(sweep=SWEEPS, faults=FAULTS)
 @usual

@@ -359,6 +359,7 @@ def test_a_delivered_model_was_scored_and_timed_again_from_its_bundle(finished: 
         assert np.load(bundle / "evidence" / "delivered" / "latency" / "latency.npz")["candidate_ns"].size > 0
 
 
+@pytest.mark.long
 def test_a_model_that_is_not_as_measured_ends_as_not_reproduced_is_kept_and_is_checked_again_by_the_same_command(
     digits: Path, sweep_of: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -258,6 +258,7 @@ def none_left(out: Path, *, timeout_s: float = 20.0) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_a_killed_sweep_goes_on_where_it_was(started: tuple[subprocess.Popen[str], Path], digits: Path) -> None:
     process, out = started
     wait_for_trials(out, 2)
