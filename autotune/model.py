@@ -27,6 +27,7 @@ MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.pt"
 ONNX = "onnx"
 PYTORCH = "pytorch"
+USER_MODULE = "_autotune_user_"  # begins the names of modules made from users' scripts
 
 
 @dataclass(frozen=True)
@@ -245,10 +246,14 @@ def handler_from_json(data: Mapping[str, Any]) -> ModelHandler:
 
 
 def load_script(script: Path, *, who: str) -> ModuleType:
-    """Run a user's Python file once in this process and return its module. Raises `ConfigError` when there is none, or when it raises."""
+    """Run a user's Python file in this process, once as long as it stays the same, and return its module.
+
+    Raises `ConfigError` when there is none, or when it raises.
+    """
     if not script.is_file():
         raise ConfigError(who, "the script must exist", str(script), "Paths are relative to the sweep file.")
-    module_name = f"_autotune_user_{script.stem}_{hashlib.sha256(str(script.resolve()).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(str(script.resolve()).encode() + b"/" + script.read_bytes()).hexdigest()
+    module_name = f"{USER_MODULE}{script.stem}_{digest[:8]}"
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, script)

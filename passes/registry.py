@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import TypeVar
 
 from autotune.errors import ConfigError, nearest
+from autotune.model import USER_MODULE
 from autotune.passes.base import Pass
 
 BUILT_IN = {
@@ -38,10 +39,14 @@ P = TypeVar("P", bound=type[Pass])
 
 
 def register(pass_class: P) -> P:
-    """Class decorator: make a finished pass known by its class name. A second class of that name is refused."""
+    """Class decorator: make a finished pass known by its class name. A second class of that name is refused.
+
+    But for two users' scripts, of two sweeps in one process: the script loaded last is the one that is meant.
+    """
     name = pass_class.__name__
     known = _registered.get(name)
-    if known is not None and known.__module__ != pass_class.__module__:
+    scripts = known is not None and known.__module__.startswith(USER_MODULE) and pass_class.__module__.startswith(USER_MODULE)
+    if known is not None and known.__module__ != pass_class.__module__ and not scripts:
         raise ConfigError("passes", f"pass names must be unique: {name} is already that of {known.__module__}", pass_class.__module__)
     _registered[name] = pass_class
     return pass_class
