@@ -207,13 +207,15 @@ def select(
     eps_score: float = EPS_SCORE,
     defaults: Mapping[str, Any] | None = None,
     looks: int = 1,
+    places: bool = True,
 ) -> Selection:
     """Choose among finished trials; see the module's text for the rule.
 
     `baseline` holds the untouched model's metrics, `score` the name of the accuracy metric (default: the first objective that has the unit
     of one). `defaults` maps variables (`slot.parameter`) to their default values; without it the point of the default trial serves.
     `strict` takes only models that are certain of every constraint. `looks`: how often at most the records are looked at, while more is
-    measured, before the choice stands; the intervals hold at all of them together. Raises `ConfigError` for an unknown pick or an objective that the
+    measured, before the choice stands; the intervals hold at all of them together. `places` False leaves `membership` out, whose cost grows with
+    the square of the models. Raises `ConfigError` for an unknown pick or an objective that the
     baseline lacks.
     """
     if pick not in PICKS:
@@ -241,7 +243,7 @@ def select(
     # All that were measured count, feasible or not: whoever is feasible was found by the same numbers.
     family = looks * len({measurement_of(r) for r in ordered if not r.unchanged and r.origin != UNTOUCHED})
     chooser = _Chooser(good, objectives, judgements, baseline, score, (eps_latency, eps_score), _defaults(ordered, defaults), family)
-    return chooser.complete(found, constraints)
+    return chooser.complete(found, constraints, places=places)
 
 
 def measurement_of(record: TrialRecord) -> tuple[str, str]:
@@ -463,7 +465,7 @@ class _Chooser:
                 once.setdefault(int(same[i]), i)
         return found, tuple(self.ids[i] for i in once.values())
 
-    def complete(self, found: Selection, constraints: Sequence[Constraint]) -> Selection:
+    def complete(self, found: Selection, constraints: Sequence[Constraint], *, places: bool) -> Selection:
         beaten = self.beaten_by()
         members = [i for i in range(len(self.records)) if i not in beaten]
         groups: dict[int, list[int]] = {}
@@ -480,7 +482,7 @@ class _Chooser:
             best = picks.get("fastest", front[0])
             notes.append(f"there is no {found.pick.replace('_', ' ')} pick here; {self.ids[best]} was chosen in its place")
         volume, reference = self._hypervolume(constraints)
-        membership, to_measure = self.memberships()
+        membership, to_measure = self.memberships() if places else ({}, ())
         return Selection(
             objectives=found.objectives, feasible=found.feasible, front=tuple(self.ids[i] for i in front),
             groups={self.ids[i]: tuple(self.ids[j] for j in sorted(groups[i], key=lambda j: (j != i, j))) for i in front},

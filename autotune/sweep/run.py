@@ -403,7 +403,7 @@ class _Sweep:
         plan = self.plan
         assert plan is not None
         records = [search.records[n] for n in sorted(search.records)]
-        selection = self._select(plan, records)
+        selection = self._select(plan, records, places=False)  # after each trial: how sure the places are can wait
         best = next((r for r in records if r.id == selection.best), None)
         content: dict[str, Any] = {"finished": len(records), "of": search.total, "best": None}
         if best is not None:
@@ -419,12 +419,12 @@ class _Sweep:
 
     # ------------------------------------------------------------------ the choice
 
-    def _select(self, plan: TrialPlan, records: list[TrialRecord], *, looks: int = 1) -> Selection:
+    def _select(self, plan: TrialPlan, records: list[TrialRecord], *, looks: int = 1, places: bool = True) -> Selection:
         config, eps = self.sweep.config, self.sweep.config.measure.eps
         inside = [r for r in records if r.number not in self.outside]
         return select(
             inside, self.prepared.objectives, self.prepared.constraints, baseline=plan.baseline_metrics, score=plan.metric_name,
-            pick=config.pick, strict=config.strict, eps_latency=percent(eps.latency), eps_score=points(eps.score), looks=looks,
+            pick=config.pick, strict=config.strict, eps_latency=percent(eps.latency), eps_score=points(eps.score), looks=looks, places=places,
         )  # fmt: skip
 
     def _choose(self, plan: TrialPlan, search: Search, runner: TrialRunner) -> SweepResult:

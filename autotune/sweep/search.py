@@ -87,6 +87,7 @@ class Search:
         self.seen: dict[str, int] = {}
         self.repairs: list[str] = []
         self._pending: list[Asked] = []
+        self._made: dict[int, tuple[TrialRecord, optuna.trial.FrozenTrial]] = {}
         self._repeats = 0
         self._next = 0
         self._order: list[Point] | None = None
@@ -254,7 +255,7 @@ class Search:
             sampler = optuna.samplers.TPESampler(**self.options, seed=seed_for(self.seed, number, "tpe"))
         study = optuna.create_study(directions=list(self.goals.directions), sampler=sampler)
         history = [self.records[n] for n in sorted(self.records.keys() - self.outside)]
-        study.add_trials([t for record in history if record.point and (t := self._frozen(record)) is not None])
+        study.add_trials([self._frozen(record) for record in history if record.point])
         for _ in range(ASKS):
             trial = study.ask()
             point = suggest_point(trial, self.space)
@@ -274,15 +275,21 @@ class Search:
 
     # ------------------------------------------------------------------ the study
 
-    def _frozen(self, record: TrialRecord) -> optuna.trial.FrozenTrial | None:
+    def _frozen(self, record: TrialRecord) -> optuna.trial.FrozenTrial:
         import optuna
 
+        made = self._made.get(record.number)
+        if made is not None and made[0] is record:
+            return made[1]
         params, distributions = point_to_params(self.space, record.point)
         values = self._values(record)
         if values is None:
-            return optuna.trial.create_trial(state=optuna.trial.TrialState.PRUNED, params=params, distributions=distributions)
-        constraints = dict(zip(self._constraint_names(record), self.goals.constraints(record), strict=True))
-        return optuna.trial.create_trial(values=list(values), params=params, distributions=distributions, constraints=constraints)
+            frozen = optuna.trial.create_trial(state=optuna.trial.TrialState.PRUNED, params=params, distributions=distributions)
+        else:
+            constraints = dict(zip(self._constraint_names(record), self.goals.constraints(record), strict=True))
+            frozen = optuna.trial.create_trial(values=list(values), params=params, distributions=distributions, constraints=constraints)
+        self._made[record.number] = (record, frozen)  # a study copies what it is given, so one serves all asks
+        return frozen
 
     @staticmethod
     def _constraint_names(record: TrialRecord) -> list[str]:
