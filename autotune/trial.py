@@ -369,8 +369,8 @@ class TrialRunner:
         """Run a trial to its end and write its record; whatever happens inside ends this trial only.
 
         `repeats`: points that the sampler proposed in vain before this one. `front`: the finished trials that may put this one off the
-        front, as `autotune.sweep.ladder.front_boxes` writes them. But for the disk: `DiskFault` and `OSError` leave no record, so that the
-        trial runs again.
+        front, as `autotune.sweep.ladder.front_boxes` writes them. But for the disk, `DiskFault` and `OSError`, and for children that could
+        not be had at the first attempt: these leave no record, so that the trial runs again.
         """
         started, self._work_s = time.monotonic(), 0.0
         self._rungs = []
@@ -389,6 +389,8 @@ class TrialRunner:
                 self._rung(RUNG_OF[end.stage], end.message, ended=True)
             record = replace(record, status=end.status, cause=end.cause, stage=end.stage, message=end.message, output=end.output)
         record = replace(record, stages=tuple(stages), rungs=tuple(self._rungs), seconds=time.monotonic() - started, work_s=self._work_s)
+        if record.cause is Cause.INFRA and attempt == 1:
+            return record  # and none on disk, so that it runs again: when a sweep is killed, its servers may die before its worker does
         write_durably(folder / TRIAL_FILE, dump_json(record.to_json()))
         return record
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autotune.records import Status
+from autotune.pipeline import Pipeline
+from autotune.records import Cause, Status
+from autotune.stages import StageOutcome
+from autotune.sweep.result import SweepResult
+from autotune.trial import TRIAL_FILE, TrialPlan, TrialRunner
 
 
 def test_a_candidate_above_the_latency_limit_is_timed_shortly_as_the_file_says(
@@ -59,3 +63,20 @@ def test_limits_on_the_median_latency_may_end_its_measurement(
     found = latency_limits(plan)  # type: ignore[arg-type]  # all that it looks at
 
     assert [(one["of"], one["limit"]) for one in found] == limits
+
+
+def test_a_trial_without_children_leaves_a_record_only_at_its_second_attempt(finished: SweepResult, tmp_path: Path) -> None:
+    class NoChildren(TrialRunner):
+        def stage(self, function: str, args: Mapping[str, Any], folder: Path, **_: Any) -> StageOutcome:
+            return StageOutcome(None, Cause.INFRA, "the server of child processes ended or did not answer")
+
+    plan = TrialPlan.load(finished.run)
+    pipeline = Pipeline(plan.sweep, plan.facts)
+    point = next(r.point for r in finished.records if r.point.get("quantize"))
+    found = []
+    for attempt in (1, 2):
+        with NoChildren(tmp_path, plan.sweep) as runner:
+            record = runner.run(plan, pipeline, 7, point, "sampler", attempt=attempt)
+        found.append((record.cause, (tmp_path / "trials" / record.id / TRIAL_FILE).exists()))
+
+    assert found == [(Cause.INFRA, False), (Cause.INFRA, True)]

@@ -364,7 +364,8 @@ def run_point(config: dict[str, Any]) -> None:
         if fault is not None:  # no record: the trial runs again when there is room
             tune.report({"number": config["number"], "fault": json.dumps(fault.args)})
             return
-        _write(run, _infra(config["number"], point, config["origin"], config["attempt"], f"{type(error).__name__}: {error}"))
+        if config["attempt"] > WORKER_FAILURES:  # the first time there is no record, and it runs again
+            _write(run, _infra(config["number"], point, config["origin"], config["attempt"], f"{type(error).__name__}: {error}"))
     tune.report({"number": config["number"]})
 
 
