@@ -427,9 +427,12 @@ def unchanged(model: ONNXModelHandler, folder: Path, reason: str, *, notes: Mapp
     return model.written(folder, notes={**(notes or {}), "changed": False, "reason": reason})
 
 
-def matching_nodes(proto: onnx.ModelProto, patterns: Iterable[str], *, who: str, parameter: str) -> list[str]:
-    """Names of nodes, in every graph, that names or patterns mean. Raises `PassError` for one that matches nothing, with the nearest name."""
-    names = [node.name for graph in graphs_of(proto.graph) for node in graph.node]
+def matching_nodes(proto: onnx.ModelProto, patterns: Iterable[str], *, who: str, parameter: str, bodies: bool = True) -> list[str]:
+    """Names of nodes that names or patterns mean, in branches and bodies too unless `bodies` is False.
+
+    Raises `PassError` for one that matches nothing, with the nearest name.
+    """
+    names = [node.name for graph in (graphs_of(proto.graph) if bodies else [proto.graph]) for node in graph.node]
     found: dict[str, None] = {}
     for pattern in patterns:
         matches = [name for name in names if glob_like(pattern).fullmatch(name)]

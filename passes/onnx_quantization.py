@@ -26,6 +26,7 @@ from autotune.passes.onnx_graph import (
     library_errors,
     load_fixed,
     loads_at_every_level,
+    matching_nodes,
     name_every_node,
     operator_counts,
     quiet,
@@ -38,7 +39,6 @@ from autotune.passes.quantization_graph import (
     drop_nodes,
     float_type,
     hold_floats,
-    matching_nodes,
     one_scale,
     prepare,
     quantizable,
@@ -257,7 +257,8 @@ class OnnxQuantization(Pass):
         name_every_node(named)
         operators = _operator_types(config)
         patterns = {name: config.get(name) for name in ("nodes_to_exclude", "nodes_to_quantize")}
-        excluded, only = (matching_nodes(named, p or [], who=who, parameter=name) for name, p in patterns.items())
+        named_by = {name: set(matching_nodes(named, p or [], who=who, parameter=name, bodies=False)) for name, p in patterns.items()}
+        excluded, only = ([node for node in named.graph.node if node.name in found] for found in named_by.values())
         prepared = prepare(
             named, optimize=config["quant_preprocess"], excluded=excluded, only=only if patterns["nodes_to_quantize"] is not None else None,
             operators=operators,

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autotune.errors import PassError, nearest
+from autotune.errors import PassError
 from autotune.model import LARGE_BYTES, message_bytes
 from autotune.passes.onnx_graph import (
     default_opset,
     fresh_name,
-    glob_like,
     graphs_of,
     initializer_names,
     keep_io,
@@ -56,20 +55,6 @@ class Prepared:
     excluded: frozenset[str] = frozenset()
     notes: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
-
-
-def matching_nodes(proto: onnx.ModelProto, patterns: Sequence[str], *, who: str, parameter: str) -> list[onnx.NodeProto]:
-    """Nodes of the main graph that names or patterns mean. Raises `PassError` for one that matches nothing, with the nearest name."""
-    found = {}
-    for pattern in patterns:
-        expression = glob_like(pattern)
-        matches = [node for node in proto.graph.node if expression.fullmatch(node.name)]
-        if not matches:
-            names = [node.name for node in proto.graph.node]
-            hint = nearest(pattern, names) if len(names) <= 20 or nearest(pattern, names).startswith("Did") else "No node's name is near it."
-            raise PassError(who, f"each entry of {parameter} must match a node of the model", repr(pattern), hint)
-        found.update({node.name: node for node in matches})
-    return list(found.values())
 
 
 def prepare(

@@ -12,8 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOW = {"onnx", "onnxruntime", "onnxscript", "onnxslim", "optuna", "pandas", "pyarrow", "ray", "sklearn", "torch", "torch_pruning", "transformers"}
-RUNS_RAY = Path("autotune/sweep/ray_tune.py")  # derives from a class of Ray's, and is itself imported inside functions
-MAY_IMPORT_RAY = {RUNS_RAY, Path("search_spaces/ray_space.py")}
+MAY_IMPORT_RAY = {Path("autotune/sweep/ray_tune.py"), Path("search_spaces/ray_space.py")}
 
 
 def sources() -> list[Path]:
@@ -76,11 +75,9 @@ def test_importing_loads_no_slow_library(module: str) -> None:
 
 @pytest.mark.parametrize("source", sources(), ids=str)
 def test_slow_libraries_are_imported_inside_functions(source: Path) -> None:
-    allowed = {"ray"} if source == RUNS_RAY else set()
-
     tree = ast.parse((ROOT / source).read_text())
 
-    assert packages_imported(run_when_imported(tree.body)) & SLOW <= allowed
+    assert packages_imported(run_when_imported(tree.body)) & SLOW == set()
 
 
 def test_only_the_two_modules_meant_for_it_import_ray() -> None:

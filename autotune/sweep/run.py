@@ -23,7 +23,6 @@ from autotune.model import ONNXModelHandler
 from autotune.passes.registry import get_pass
 from autotune.pipeline import Pipeline
 from autotune.records import MetricValue, Status, TrialRecord
-from autotune.search_spaces.space import point_key
 from autotune.selection import Selection, select, verdict_sentence
 from autotune.store import Store
 from autotune.sweep.baseline import Baseline
@@ -278,12 +277,6 @@ class _Sweep:
 
     def _search(self, plan: TrialPlan, runner: TrialRunner) -> Search:
         config, pipeline = self.sweep.config, self.prepared.pipeline
-        untouched = pipeline.untouched_point()
-        default = pipeline.default_point()
-        first = [(untouched if untouched is not None else {}, "untouched")]
-        if untouched is None or point_key(default) != point_key(untouched):
-            first.insert(0, (default, "default"))
-        first += [(p, "start") for p in pipeline.start_points()]
         goals = self._goals(plan)
         names = [o.name for o in self.prepared.objectives]
         study, word = open_study(self.folder, config.storage, goals.directions, names, anew=self.new)
@@ -293,8 +286,8 @@ class _Sweep:
         records = {n: self._judged(plan, runner, r) for n, r in records.items()}
         self.outside = outside_of(pipeline, self.prepared.facts, self.earlier, records)
         search = Search(
-            pipeline.space, goals=goals, study=study, budget=config.budget.trials, seed=config.seed, sampler=config.search.sampler, first=first,
-            options=config.search.options.model_dump() if config.search.options else None, outside=self.outside,
+            pipeline.space, goals=goals, study=study, budget=config.budget.trials, seed=config.seed, sampler=config.search.sampler,
+            first=pipeline.first_points(), options=config.search.options.model_dump() if config.search.options else None, outside=self.outside,
         )  # fmt: skip
         finished, unfinished = search.resume(
             records.get, on_disk=max(records, default=-1) + 1,
