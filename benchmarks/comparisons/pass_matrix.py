@@ -267,14 +267,19 @@ def run_matrix(models: Path, facts: Mapping[str, Any], columns: Sequence[Column]
     return cells
 
 
-def table(cells: Sequence[Cell]) -> str:
-    """The matrix, what its letters count to, and the words of what is no correct model, equal words together."""
+def grid(cells: Sequence[Cell]) -> list[str]:
+    """The matrix, and what its letters count to."""
     columns, models = (list(dict.fromkeys(getattr(c, field) for c in cells)) for field in ("column", "model"))
     letters = {(c.model, c.column): c.letter for c in cells}
     lines = [f"{'':26}" + "".join(f"{c:>8}" for c in columns)]
     lines += [f"{m:26}" + "".join(f"{letters.get((m, c), ''):>8}" for c in columns) for m in models]
     counts = {letter: sum(c.letter == letter for c in cells) for letter in "+=rciDWT"}
-    lines += ["", ", ".join(f"{letter} {count}" for letter, count in counts.items())]
+    return [*lines, "", ", ".join(f"{letter} {count}" for letter, count in counts.items())]
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """The matrix, and the words of what is no correct model, equal words together."""
+    lines = grid(cells)
     for letter in "WTDic=r":
         told: dict[tuple[str, str], list[str]] = {}
         for cell in cells:

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,24 +51,27 @@ def test_models_run_or_do_not_as_they_say(matrix: tuple[Any, list[Any]]) -> None
     assert len(facts) >= 45
 
 
-def judge(matrix: tuple[Any, list[Any]], column: Any) -> None:
+Shown = Callable[[Sequence[Any], Callable[[Sequence[Any]], list[str]]], None]
+
+
+def judge(matrix: tuple[Any, list[Any]], column: Any, shown: Shown) -> None:
     made, models = matrix
     cells = [made.cell(given, column) for given in models]
-    print(program.table(cells))
+    shown(cells, program.grid)
     wrong = {c.model: f"{c.letter} {c.words}" for c in cells if c.letter in (*program.WRONG, "i")}
     assert not wrong
     assert all(c.words for c in cells if c.letter != "+")
 
 
 @pytest.mark.parametrize("column", program.COLUMNS, ids=lambda column: str(column.name))
-def test_a_pass_ends_in_a_correct_model_or_says_why_not(column: Any, matrix: tuple[Any, list[Any]]) -> None:
-    judge(matrix, column)
+def test_a_pass_ends_in_a_correct_model_or_says_why_not(column: Any, matrix: tuple[Any, list[Any]], shown: Shown) -> None:
+    judge(matrix, column, shown)
 
 
 @pytest.mark.slow  # all of them together
 @pytest.mark.parametrize("column", program.MORE_COLUMNS, ids=lambda column: str(column.name))
-def test_a_pass_with_other_parameters_ends_in_a_correct_model_or_says_why_not(column: Any, matrix: tuple[Any, list[Any]]) -> None:
-    judge(matrix, column)
+def test_a_pass_with_other_parameters_ends_in_a_correct_model_or_says_why_not(column: Any, matrix: tuple[Any, list[Any]], shown: Shown) -> None:
+    judge(matrix, column, shown)
 
 
 def test_the_program_prints_the_matrix_and_ends_with_1_only_when_a_cell_is_wrong(tmp_path: Path) -> None:
