@@ -20,7 +20,7 @@ from autotune.digest import canonical, digest_file, digest_of, dump_json, files_
 from autotune.disk import fault_in
 from autotune.errors import VerificationError
 from autotune.model import MODEL_FILE, ONNXModelHandler
-from autotune.session import SessionSettings, create_session, not_applied, read_back, thread_count
+from autotune.session import SessionSettings, create_session, falls_back_to_cpu, not_applied, read_back, thread_count
 from autotune.stages import StageLimits, StageRunner
 from autotune.target import effective_cpus, surroundings
 
@@ -38,12 +38,15 @@ Run it (onnxruntime and numpy; from this folder):
 ```python
 import json, numpy as np, onnxruntime as ort
 s, o = json.load(open("session.json")), ort.SessionOptions()
-for k in ("intra_op_num_threads", "inter_op_num_threads", "enable_cpu_mem_arena", "enable_mem_pattern"): setattr(o, k, s[k])
+for k in ("intra_op_num_threads", "inter_op_num_threads", "enable_cpu_mem_arena", "enable_mem_pattern", "enable_mem_reuse"): setattr(o, k, s[k])
 o.execution_mode = getattr(ort.ExecutionMode, s["ort_execution_mode"])
+o.execution_order = getattr(ort.ExecutionOrder, s["ort_execution_order"])
 o.graph_optimization_level = getattr(ort.GraphOptimizationLevel, s["ort_graph_optimization_level"])
 for k, v in s["config_entries"].items(): o.add_session_config_entry(k, v)
+r = ort.RunOptions()
+for k, v in s["run_config_entries"].items(): r.add_run_config_entry(k, v)
 session = ort.InferenceSession("model/model.onnx", o, providers=[(p, dict(x)) for p, x in s["providers"]])
-print(session.run(None, dict(np.load("sample/inputs_0.npz"))))
+print(session.run(None, dict(np.load("sample/inputs_0.npz")), r))
 ```
 
 Files: `bundle.json` what this is and the SHA-256 of every file; `model/` the model; `session.json` session settings with their
@@ -185,11 +188,12 @@ def _settings_in(document: Mapping[str, Any]) -> SessionSettings:
 def session_document(settings: SessionSettings, facts: Mapping[str, Any]) -> dict[str, Any]:
     """`session.json`: the settings, in ONNX Runtime's own names too, and what the live session had."""
     providers: list[list[Any]] = [[settings.execution_provider, dict(settings.provider_options)]]
-    if settings.execution_provider != "CPUExecutionProvider":
+    if falls_back_to_cpu(settings):
         providers.append(["CPUExecutionProvider", {}])
     level = {"disable": "ORT_DISABLE_ALL"}.get(settings.graph_optimization_level, f"ORT_ENABLE_{settings.graph_optimization_level.upper()}")
     return {
         **settings.to_json(), "ort_execution_mode": f"ORT_{settings.execution_mode.upper()}", "ort_graph_optimization_level": level,
+        "ort_execution_order": settings.execution_order.upper(),
         "providers": providers, "tuned_on_cpus": effective_cpus(), "read_back": facts["read_back"], "extra_threads": facts["extra_threads"],
     }  # fmt: skip
 

@@ -133,22 +133,24 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """The model to tune: an ONNX file (`path`), or a torch module (`script` and `loader`, `weights` if it does not load its own)."""
+    """The model to tune: a file or a folder (`path`), or a torch module (`script` and `loader`, `weights` if it does not load its own)."""
 
-    path: Text | None = Field(None, description="ONNX file; either this or script")
+    path: Text | None = Field(
+        None, description="ONNX file, TorchScript file, torch.export program, or Hugging Face folder (with config.json); either this or script"
+    )
     script: Text | None = Field(None, description="Python file that makes a torch module; either this or path")
     loader: Text = Field("make_model", description="function of the script that returns the module")
     weights: Text | None = Field(None, description="file of weights that the module loads, as torch.save writes a state_dict")
-    outputs: list[Text] | None = Field(None, description="names of the module's outputs, in order")
+    outputs: list[Text] | None = Field(None, description="names of a torch model's outputs, in order; not given: the keys that it returns them under")
 
     @model_validator(mode="after")
     def _one_kind(self) -> ModelSection:
         if (self.path is None) == (self.script is None):
-            raise ValueError("give either path (an ONNX file) or script (a Python file whose loader returns a torch module)")
+            raise ValueError("give either path (a model's file or folder) or script (a Python file whose loader returns a torch module)")
         if self.path is not None:
-            for name, given in (("loader", self.loader != "make_model"), ("weights", self.weights), ("outputs", self.outputs)):
+            for name, given in (("loader", self.loader != "make_model"), ("weights", self.weights)):
                 if given:
-                    raise _misplaced(f"{name} is for a torch module, and path names an ONNX file. Leave {name} out", name)
+                    raise _misplaced(f"{name} is for a torch module that a script makes, and path names a model. Leave {name} out", name)
         return self
 
 
@@ -272,9 +274,12 @@ class SearchSection(_Section):
 
 
 class ValidationSection(_Section):
-    """Rules that the user sets aside."""
+    """What is to be made of rules: those that the user sets aside, and what may be done so that one is kept."""
 
     waive: list[Text] = Field(default_factory=list, description="rules to set aside, by id; `autotune plan` names those at work")
+    upgrade_opset: Flag = Field(
+        False, description="convert the model to a later opset before a pass that needs one, where the chain has no OnnxOpsetUpgrade of its own"
+    )
 
 
 class EpsSection(_Section):
@@ -297,7 +302,7 @@ class MeasureSection(_Section):
     looks: Flag | None = Field(
         None,
         description="score candidates in looks at 2, 5, 10, 20 and 40 % of the rows, and stop when the outcome over all is certain; "
-        "not given: with 200 search rows or more",
+        "not given: with 200 search rows or more; false: neither scores nor timings stop for what other candidates are",
     )
     pattern: Literal["steady", "paced", "cold"] = Field(
         "steady", description="how runs follow each other: at once; one every interval; or each the first of a fresh session"

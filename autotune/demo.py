@@ -94,7 +94,9 @@ def demo_sweep() -> dict[str, Any]:
             {"slot": "convert", "pass": "OnnxConversion"},
             {
                 "slot": "quantize", "pass": "OnnxQuantization", "optional": True,
-                "params": {"quant_mode": "static", "calibrate_method": "minmax", "op_types_to_quantize": "all", "per_channel": True},
+                "params": {
+                    "quant_mode": "static", "calibrate_method": "minmax", "op_types_to_quantize": "all", "per_channel": True, "exclude_top_k": 0,
+                },
             },
             {"slot": "session", "pass": "OrtPerfTuning"},
         ],

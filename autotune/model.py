@@ -18,15 +18,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from autotune.digest import digest_tree, files_under
 from autotune.errors import ConfigError, nearest
 from autotune.session import SessionSettings
+from autotune.torch_files import CONFIG_FILE, HUGGING_FACE, TORCHSCRIPT, huggingface_files, load_huggingface, load_program, load_torchscript
 
 if TYPE_CHECKING:
     import onnx
     import torch
+    from numpy.typing import NDArray
 
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.pt"
+PROGRAM_FILE = "program.pt"  # a TorchScript file or a torch.export program
+EXAMPLES_FILE = "examples.npz"  # a few rows of inputs, for models that come without a script of the user's
 ONNX = "onnx"
 PYTORCH = "pytorch"
+TORCH_PROGRAM = "torch program"  # a module saved with its code: it can be run and converted, its layers can't be changed
 USER_MODULE = "_autotune_user_"  # begins the names of modules made from users' scripts
 
 
@@ -170,6 +175,80 @@ class PyTorchModelHandler(ModelHandler):
         return {**super().to_json(), "script": str(self.script), "loader": self.loader}
 
 
+@dataclass(frozen=True)
+class HuggingFaceModelHandler(PyTorchModelHandler):
+    """A model of transformers: `config.json` in the folder builds it; its weights, or `weights.pt` of a changed module, fill it."""
+
+    def load(self) -> torch.nn.Module:
+        """Build the model with its weights, in float32 and eval mode, on the CPU. Raises `ConfigError`."""
+        import torch
+
+        weights = self.folder / WEIGHTS_FILE
+        if not weights.exists():
+            return load_huggingface(self.folder)
+        module = load_huggingface(self.folder, without_weights=True)
+        load_fitting(module, torch.load(weights, weights_only=True, map_location="cpu"))
+        return module.eval()
+
+    def written(self, folder: Path, *, module: torch.nn.Module, notes: Mapping[str, Any] | None = None) -> PyTorchModelHandler:
+        """Save the module's tensors into `folder`, and what builds it."""
+        for name in (CONFIG_FILE, EXAMPLES_FILE):
+            if (self.folder / name).is_file():
+                shutil.copyfile(self.folder / name, folder / name)
+        return super().written(folder, module=module, notes=notes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "kind": HUGGING_FACE}
+
+
+@dataclass(frozen=True)
+class TorchProgramHandler(ModelHandler):
+    """A TorchScript file or a torch.export program (`kind`), `program.pt` in the folder."""
+
+    kind: str = TORCHSCRIPT
+    format: ClassVar[str] = TORCH_PROGRAM
+
+    def load(self) -> torch.jit.ScriptModule | torch.export.ExportedProgram:
+        """Load it on the CPU, in eval mode. Raises `ConfigError`."""
+        path = self.folder / PROGRAM_FILE
+        return load_torchscript(path) if self.kind == TORCHSCRIPT else load_program(path)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "kind": self.kind}
+
+
+def ingest_torch(
+    source: Path, kind: str, folder: Path, *, io: IoContract, session: SessionSettings, examples: Mapping[str, NDArray[Any]]
+) -> HuggingFaceModelHandler | TorchProgramHandler:
+    """Copy a model of torch that needs no script into a folder of its own, with a few rows of its inputs; links are resolved.
+
+    `kind` as `torch_files.kind_of` tells it. Raises `ConfigError` for a folder without weights.
+    """
+    import numpy as np
+
+    if kind == HUGGING_FACE:
+        for name in huggingface_files(source):
+            shutil.copyfile(source / name, folder / name)
+    else:
+        shutil.copyfile(source, folder / PROGRAM_FILE)
+    if examples:
+        np.savez(folder / EXAMPLES_FILE, allow_pickle=False, **{n: np.asarray(a) for n, a in examples.items()})
+    if kind == HUGGING_FACE:
+        return HuggingFaceModelHandler(folder, io, session)
+    return TorchProgramHandler(folder, io, session, kind=kind)
+
+
+def load_examples(model: ModelHandler) -> dict[str, NDArray[Any]]:
+    """Rows of inputs that lie beside a model of torch, by input name; none for other models."""
+    import numpy as np
+
+    path = model.folder / EXAMPLES_FILE
+    if not path.is_file():
+        return {}
+    with np.load(path, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
+
+
 def load_fitting(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Load a state dict whose tensors may be smaller than the module's, as structured pruning leaves them.
 
@@ -239,41 +318,57 @@ def handler_from_json(data: Mapping[str, Any]) -> ModelHandler:
         "folder": Path(data["folder"]), "io": IoContract.from_json(data["io"]),
         "session": SessionSettings.from_json(data["session"]), "notes": data["notes"],
     }  # fmt: skip
+    if data["format"] == TORCH_PROGRAM:
+        return TorchProgramHandler(**common, kind=data["kind"])
+    if data.get("kind") == HUGGING_FACE:
+        return HuggingFaceModelHandler(**common)
     if data["format"] == PYTORCH:
         return PyTorchModelHandler(**common, script=Path(data["script"]), loader=data["loader"])
     _, opset = read_onnx_head(common["folder"] / MODEL_FILE)
     return ONNXModelHandler(**common, opset=opset)
 
 
+_in_use: dict[Path, str] = {}  # users' scripts to the modules made from them
+
+
+def scripts_in_use() -> Mapping[str, Path]:
+    """Return the modules made from users' scripts with the files they come from, the one loaded last at the end; one for each file."""
+    return {module: path for path, module in _in_use.items()}
+
+
 def load_script(script: Path, *, who: str) -> ModuleType:
     """Run a user's Python file in this process, once as long as it stays the same, and return its module.
 
-    Raises `ConfigError` when there is none, or when it raises.
+    The script is then the latest in `scripts_in_use`, in that content. Raises `ConfigError` when there is none, or when it raises.
     """
     if not script.is_file():
         raise ConfigError(who, "the script must exist", str(script), "Paths are relative to the sweep file.")
-    digest = hashlib.sha256(str(script.resolve()).encode() + b"/" + script.read_bytes()).hexdigest()
+    file = script.resolve()
+    digest = hashlib.sha256(str(file).encode() + b"/" + script.read_bytes()).hexdigest()
     module_name = f"{USER_MODULE}{script.stem}_{digest[:8]}"
     module = sys.modules.get(module_name)
+    _in_use.pop(file, None)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, script)
         if spec is None or spec.loader is None:
             raise ConfigError(who, "the script must be a Python file", str(script))
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
+        _in_use[file] = module_name  # a script may use what it registers
         sys.path.insert(0, str(script.parent))  # a script may import its neighbours
         try:
             spec.loader.exec_module(module)
         except KeyboardInterrupt:
-            del sys.modules[module_name]
+            del sys.modules[module_name], _in_use[file]
             raise
         except BaseException as error:  # whatever a user's file raises, or sys.exit, is his to mend
-            del sys.modules[module_name]
+            del sys.modules[module_name], _in_use[file]
             line = next((f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(script)), None)
             place = f"{script.name}:{error.lineno if isinstance(error, SyntaxError) else line}"
             raise ConfigError(who, "the script must run when it is imported", f"{type(error).__name__}: {error} ({place})") from error
         finally:
             sys.path.remove(str(script.parent))
+    _in_use[file] = module_name
     return module
 
 
@@ -342,11 +437,11 @@ def message_bytes(proto: onnx.ModelProto) -> int:
     return total
 
 
-def save_onnx(proto: onnx.ModelProto, path: Path) -> None:
-    """Write a model as one file, or with one data file beside it when it is too large for a protobuf message."""
+def save_onnx(proto: onnx.ModelProto, path: Path, *, below: int = LARGE_BYTES) -> None:
+    """Write a model as one file when its tensors take less than `below` bytes, else with one data file beside it."""
     import onnx
 
-    if message_bytes(proto) < LARGE_BYTES:
+    if message_bytes(proto) < min(below, LARGE_BYTES):
         onnx.save(proto, str(path))
     else:
         onnx.save(proto, str(path), save_as_external_data=True, location=f"{path.name}.data", size_threshold=1024)

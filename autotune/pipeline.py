@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from autotune.capabilities import capabilities_of
-from autotune.config import LoadedSweep, SlotSection
+from autotune.chain_rules import Upgrade
+from autotune.config import LoadedSweep, SlotSection, script_of
 from autotune.data import RANDOM
-from autotune.errors import ConfigError, nearest
+from autotune.errors import ConfigError, SpaceError, nearest
 from autotune.foresight import Place
-from autotune.model import ONNX, PYTORCH, load_script
+from autotune.model import ONNX, PYTORCH, USER_MODULE, load_script
+from autotune.pass_rules import CPU, Context
 from autotune.passes.base import SEARCH, ParamCategory, Pass
-from autotune.passes.registry import get_pass
-from autotune.rules import CPU, Context, Finding, Judge, check_waivers
+from autotune.passes.registry import get_pass, pass_names, script_of_pass
+from autotune.rules import Finding, Judge, check_waivers
 from autotune.search_spaces.diagram import ABSENT
 from autotune.search_spaces.parameters import Categorical, Conditional, ConditionalDefault, Parameter, order_parents_first, same
 from autotune.search_spaces.space import Alternative, Point, Slot, Space, compile_space, point_key, walk
 from autotune.target import Target, surroundings
 
+UPGRADE = "OnnxOpsetUpgrade"
 QUANTIZED_OPERATORS = frozenset(
     {"QuantizeLinear", "DequantizeLinear", "QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger", "DynamicQuantizeLinear"}
 )
@@ -29,11 +32,12 @@ QUANTIZED_OPERATORS = frozenset(
 
 @dataclass(frozen=True)
 class Step:
-    """One pass of a chain with its full config."""
+    """One pass of a chain with its full config. `inserted` says why it is there, where no slot of the sweep asks for it."""
 
     slot: str
     pass_name: str
     config: Mapping[str, Any]
+    inserted: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class Pipeline:
         self._defaults: dict[str, Any] = {}
         slots = [self._slot(section, number) for number, section in enumerate(sweep.config.chain)]
         self.slots = tuple(s.name for s in slots)
+        if sweep.config.validation.upgrade_opset:
+            self.classes.setdefault(UPGRADE, get_pass(UPGRADE))
         self._compiled = tuple(slots)
         self.judge = self._judge(slots)
         with sweep.at("chain"):
@@ -86,6 +92,7 @@ class Pipeline:
             place = ("chain", position, *(("any_of", number) if section.any_of else ()))
             with self.sweep.at(*place, "pass"):
                 pass_class = get_pass(choice.pass_)
+                self._refuse_other_scripts(pass_class)
             name = pass_class.__name__
             self.classes[name] = pass_class
             with self.sweep.at(*place, "params"):
@@ -93,6 +100,19 @@ class Pipeline:
                 self._user[section.name, name] = user
                 alternatives.append(Alternative(name, self._variables(section.name, pass_class, user), written=_written(user)))
         return Slot(section.name, tuple(alternatives), optional=section.optional)
+
+    def _refuse_other_scripts(self, pass_class: type[Pass]) -> None:
+        """A pass of the user's own comes from the file that `script` names, since the processes of trials load no other."""
+        if not pass_class.__module__.startswith(USER_MODULE):
+            return
+        config, name = self.sweep.config, pass_class.__name__
+        named = (config.script, config.model.script, script_of(config.metric), script_of(config.measure.measurer or ""))
+        found = script_of_pass(name, [self.sweep.path(script) for script in named if script])
+        if found is None:  # from a script of another sweep in this process
+            raise ConfigError("passes", "a pass must be a known name", repr(name), nearest(name, [n for n in pass_names() if n != name]))
+        if config.script is None or found != self.sweep.path(config.script).resolve():
+            must = "passes of one's own must be in the file that `script` names, which every trial loads"
+            raise ConfigError("passes", must, f"{name} in {found}", f"Write script: {found.name}, or move the class there.")
 
     def _user_values(self, pass_class: type[Pass], params: Mapping[str, Any]) -> dict[str, Any]:
         """The user's values, paths made absolute, callables made names (a child process fetches them by name)."""
@@ -161,7 +181,7 @@ class Pipeline:
         context = Context(
             target=self.target, capabilities=capabilities_of(self.target.execution_provider), format=self.facts.format, opset=self.facts.opset,
             quantized=self.facts.quantized, machine=here.platform.rpartition(" ")[2] if here else "",
-            cpu_flags=frozenset(here.cpu_flags) if here else frozenset(),
+            cpu_flags=frozenset(here.cpu_flags) if here else frozenset(), upgrade_opset=self.sweep.config.validation.upgrade_opset,
         )  # fmt: skip
         places = {(slot.name, a.name): self._place(slot.name, a) for slot in slots for a in slot.alternatives}
         return Judge(slots, places, context, waived)
@@ -323,8 +343,45 @@ class Pipeline:
         return default
 
     def steps(self, point: Mapping[str, Any]) -> list[Step]:
-        """The passes of a point in order, each with its complete config (data files filled in)."""
-        return [Step(slot, name, self.classes[name].resolve(self.target.accelerator, given)) for slot, name, given in self._given(point)]
+        """The passes of a point in order, each with its complete config (data files filled in).
+
+        Where the sweep allows it, conversions to a later opset stand before the passes that need them; points that need none have none.
+        """
+        asked = [Step(slot, name, self.classes[name].resolve(self.target.accelerator, given)) for slot, name, given in self._given(point)]
+        needed = {u.slot: u for u in self.judge.upgrades([(s.slot, s.pass_name, s.config) for s in asked])}
+        return [step for s in asked for step in ([self._upgrade(needed[s.slot]), s] if s.slot in needed else [s])]
+
+    def _upgrade(self, needed: Upgrade) -> Step:
+        """The conversion to a later opset, outputs compared on the calibration data where there are any."""
+        given = {parameter: self.data[role] for parameter, role in self.classes[UPGRADE].contract.data.items() if role in self.data}
+        config = self.classes[UPGRADE].resolve(self.target.accelerator, {**given, "target_opset": needed.target})
+        return Step(f"{needed.slot}-opset", UPGRADE, config, inserted=f"{needed.why}; the model has {needed.present}")
+
+    def upgraded(self) -> list[dict[str, Any]]:
+        """For each slot that conversions to a later opset are inserted before: how many points have one there, why, and one of them.
+
+        A dict holds slot, points (None where not all points can be counted), why and point (None where none is at hand).
+        """
+        found: list[dict[str, Any]] = []
+        rules, left = list(self.judge.rules), self.space.valid
+        examples = [self.default_point(), *self.start_points()]
+        for slot in dict.fromkeys(slot for slot, _, _ in self.judge.upgraded):
+            here = [(words, rule) for s, words, rule in self.judge.upgraded if s == slot]
+            rules += [rule for _, rule in here]
+            refused: list[Point] = []
+            try:  # the points that the slot's floors would refuse are those that are converted
+                without = compile_space(self._compiled, rules=rules)
+            except SpaceError:  # nothing is left: every point is converted, here or before
+                kept = 0
+            else:
+                kept = without.valid
+                refused = [dict(p) for rule_id, p in without.examples.items() if rule_id == here[0][1].id and self.space.contains(p)]
+            if left > kept:
+                example = next((p for p in [*examples, *refused] if f"{slot}-opset" in {s.slot for s in self.steps(p)}), None)
+                points = left - kept if self.space.exact else None
+                found.append({"slot": slot, "points": points, "why": " or ".join(words for words, _ in here), "point": example})
+            left = kept
+        return found
 
     def _given(self, point: Mapping[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
         """Slot, pass and the values given to it, data files included, for each pass of a point."""

@@ -150,8 +150,8 @@ class TrialRecord:
 
     @property
     def partial(self) -> bool:
-        """Whether its score is that of some of the rows only: the rest could not have changed how it ends."""
-        return any(r["rows"] < r["of"] for r in self.rungs if "rows" in r)
+        """Whether its score or its latency was not measured to the end: the rest could not have changed how it ends."""
+        return any("rule" in r for r in self.rungs)
 
     @property
     def reason(self) -> str:

@@ -16,6 +16,7 @@ import textwrap
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any, TextIO
 
 from autotune.constraints import (
@@ -35,13 +36,14 @@ from autotune.errors import AutotuneError
 from autotune.records import Interval, MetricValue, Status, TrialRecord
 from autotune.selection import PICKS, State, verdict_sentence
 
-__all__ = ["clean", "print_report", "render_report", "scatter", "verdict_sentence"]
+__all__ = ["clean", "hints", "print_report", "render_report", "scatter", "verdict_sentence"]
 
 RunSummary = Mapping[str, Any]
 
 NARROW = 76  # below this many columns the tables become lists
 LONGEST = 240  # characters of one message
 LISTED = 5  # names in one sentence
+BUSY = 0.1  # share of the CPUs' time taken by others that is worth a word
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-_]|\x9b[0-?]*[ -/]*[@-~]")
 _ASCII = str.maketrans({
     "→": "->", "×": "x", "±": "+/-", "−": "-", "…": "...", "µ": "u", "μ": "u", "≤": "<=", "≥": ">=", "·": "-", "—": "-", "–": "-",
@@ -81,7 +83,8 @@ def render_report(summary: RunSummary, records: Iterable[TrialRecord], *, width:
     """Return the whole page. Lines are at most `width` columns, a path apart, which is never broken; the bundle's path comes last."""
     page = _Page(summary, list(records), max(width, 24), ascii_only, color)
     for section in (
-        page.verdict, page.front, page.picks, page.differences, page.near_misses, page.ledger, page.notes, page.surroundings, page.bundle,
+        page.verdict, page.front, page.picks, page.differences, page.near_misses, page.ledger, page.hints, page.notes, page.surroundings,
+        page.bundle,
     ):  # fmt: skip
         section()
     return page.text()
@@ -366,6 +369,13 @@ class _Page:
             self.say(f"{len(found)} x {head}", indent="  ", hang="  ")
             self.say(f"{trial}: {clean(message)}", indent="      ", hang="  ")
 
+    def hints(self) -> None:
+        found = hints(self.records)
+        if found:
+            self.heading("Worth knowing")
+            for hint in found:
+                self.say(f"- {clean(hint)}", hang="  ")
+
     def notes(self) -> None:
         notes = [n for n in self.summary.get("notes") or () if n]
         best = self.by_id.get(str(self.best.get("id", "")))
@@ -405,6 +415,45 @@ class _Page:
             return
         self.heading("Bundle")
         self.out.append(clean(path, ascii_only=self.ascii_only, longest=4096))  # whole, so that it can be copied
+
+
+def hints(records: Iterable[TrialRecord]) -> list[str]:
+    """Say what the evidence of the stages holds that no verdict tells: passes without effect, denormal numbers, a machine that was disturbed."""
+    no_ops: dict[str, list[str]] = {}
+    denormals: dict[str, list[str]] = {}
+    disturbed: dict[str, tuple[int, int]] = {}
+    counted_all_the_same, noisy, loads, rounds = [], [], [], 0
+    for record in records:
+        made = any(stage.key for stage in record.stages)  # by a pass that makes a model; settings alone leave the bytes as they are
+        notes = {stage.name: stage.notes for stage in record.stages}
+        check, latency = notes.get("check", {}), notes.get("latency", {})
+        no_op = record.unchanged or str(check.get("no_op") or "")
+        if made and no_op:
+            no_ops.setdefault(no_op, []).append(record.id)
+        hint = (check.get("denormals") or {}).get("hint")
+        if hint:
+            denormals.setdefault(str(hint), []).append(record.id)
+        spoilt, of = int(latency.get("rounds_disturbed") or 0), int(latency.get("rounds") or 0)
+        rounds += of
+        if spoilt:
+            disturbed[record.id] = spoilt, of
+            counted_all_the_same += [record.id] if latency.get("rounds_used") == of else []
+        noisy += [record.id] if latency.get("noisy") else []
+        loads += [float(latency["foreign_load"])] if latency.get("foreign_load") is not None else []
+    found = [f"passes without effect in {_named(trials)}: {why}" for why, trials in no_ops.items()]
+    found += [f"{_named(trials)}: {hint}" for hint, trials in denormals.items()]
+    if disturbed:
+        worst = sorted(disturbed, key=lambda i: -disturbed[i][0] / disturbed[i][1])
+        shares = _named(f"{i} {disturbed[i][0]} of {disturbed[i][1]}" for i in worst)
+        total = sum(spoilt for spoilt, _ in disturbed.values())
+        found.append(f"{total:,} of {rounds:,} timed rounds were disturbed by something else on the machine, and repeated ({shares})")
+    if counted_all_the_same:
+        found.append(f"too few rounds were left undisturbed, so all of them count, in {_named(counted_all_the_same)}")
+    if noisy:
+        found.append(f"noisy, the interval of the ratio being wider than a tenth of it: {_named(noisy)}")
+    if loads and median(loads) >= BUSY:
+        found.append(f"others took {median(loads):.0%} of the CPUs' time while models were timed (median of the trials)")
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------- pieces

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.benchmarks.statistics import CONFIDENCE, normal_quantile, student_t_quantile
+from autotune.benchmarks.statistics import CONFIDENCE, normal_quantile, widening
 from autotune.constraints import (
     SCORE,
     Constraint,
@@ -209,41 +209,121 @@ def select(
     looks: int = 1,
     places: bool = True,
 ) -> Selection:
-    """Choose among finished trials; see the module's text for the rule.
+    """Choose among finished trials; see the module's text for the rule, `Selector` for the options."""
+    selector = Selector(
+        objectives, constraints, baseline=baseline, score=score, pick=pick, strict=strict, eps_latency=eps_latency, eps_score=eps_score,
+        defaults=defaults,
+    )  # fmt: skip
+    return selector.select(records, looks=looks, places=places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What follows from one measured trial alone. `losses` are empty unless it is feasible; else six numbers an axis, see `_wide_limits`."""
+
+    record: TrialRecord
+    id: str
+    judgements: tuple[Judgement, ...]
+    blocking: tuple[Judgement, ...]
+    missed: float  # the sum of its violations
+    certain: bool  # of every constraint
+    losses: Mapping[str, tuple[float, ...]]
+    measurement: tuple[str, str]
+    passes: int
+
+
+class Selector:
+    """Chooses among finished trials, again and again as they become more: what follows from a record alone is worked out once.
 
     `baseline` holds the untouched model's metrics, `score` the name of the accuracy metric (default: the first objective that has the unit
     of one). `defaults` maps variables (`slot.parameter`) to their default values; without it the point of the default trial serves.
-    `strict` takes only models that are certain of every constraint. `looks`: how often at most the records are looked at, while more is
-    measured, before the choice stands; the intervals hold at all of them together. `places` False leaves `membership` out, whose cost grows with
-    the square of the models. Raises `ConfigError` for an unknown pick or an objective that the
+    `strict` takes only models that are certain of every constraint. Raises `ConfigError` for an unknown pick or an objective that the
     baseline lacks.
     """
-    if pick not in PICKS:
-        raise ConfigError("pick", f"a pick must be one of {', '.join(PICKS)}", repr(pick), nearest(pick, PICKS))
-    objectives = tuple(objectives)
-    for objective in objectives:
-        if objective.name not in baseline:
-            raise ConfigError("objectives", f"the baseline must have been measured for {objective.name}", ", ".join(sorted(baseline)))
-    score = score or next((o.name for o in objectives if kind_of(baseline[o.name].unit) in ("share", "plain")), "")
-    ordered = sorted((r for r in records if r.measured), key=lambda r: r.number)
-    judgements = {r.id: judge_all(constraints, r.metrics, baseline) for r in ordered}
-    good = [
-        r for r in ordered
-        if r.status is Status.OK and feasible(judgements[r.id], strict=strict) and all(_sound(r.metrics.get(o.name)) for o in objectives)
-    ]  # fmt: skip
-    untouched = next((r.id for r in ordered if r.origin == UNTOUCHED), None)
-    chosen = {r.id for r in good}
-    misses = _near_misses([r for r in ordered if r.id not in chosen], judgements, baseline, score, untouched, strict=strict)
-    found = Selection(
-        objectives=objectives, feasible=tuple(r.id for r in good), pick=pick, untouched=untouched, near_misses=misses, judgements=judgements,
-        runner_up=misses[0].id if misses else None,
-    )  # fmt: skip
-    if not good:
-        return found
-    # All that were measured count, feasible or not: whoever is feasible was found by the same numbers.
-    family = looks * len({measurement_of(r) for r in ordered if not r.unchanged and r.origin != UNTOUCHED})
-    chooser = _Chooser(good, objectives, judgements, baseline, score, (eps_latency, eps_score), _defaults(ordered, defaults), family)
-    return chooser.complete(found, constraints, places=places)
+
+    def __init__(
+        self, objectives: Sequence[Objective], constraints: Sequence[Constraint], *, baseline: Mapping[str, MetricValue], score: str = "",
+        pick: str = "fastest", strict: bool = False, eps_latency: float = EPS_LATENCY, eps_score: float = EPS_SCORE,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        if pick not in PICKS:
+            raise ConfigError("pick", f"a pick must be one of {', '.join(PICKS)}", repr(pick), nearest(pick, PICKS))
+        self.objectives, self.constraints, self.baseline = tuple(objectives), tuple(constraints), baseline
+        for objective in self.objectives:
+            if objective.name not in baseline:
+                raise ConfigError("objectives", f"the baseline must have been measured for {objective.name}", ", ".join(sorted(baseline)))
+        self.score = score or next((o.name for o in self.objectives if kind_of(baseline[o.name].unit) in ("share", "plain")), "")
+        self.pick, self.strict, self.eps, self.defaults = pick, strict, (eps_latency, eps_score), defaults
+        self.axes = list(self.objectives)  # and what only picks look at
+        for name in ("latency", self.score, "size"):
+            cost = is_cost(baseline[name].unit) if name in baseline else None
+            if cost is not None and all(a.name != name for a in self.axes):  # a score that is no objective has no direction here
+                self.axes.append(Objective(name, cost))
+        self._rows: dict[int, _Row] = {}
+        self._changed: tuple[Mapping[str, Any], dict[int, tuple[TrialRecord, int]]] = ({}, {})  # under these defaults
+
+    def select(self, records: Iterable[TrialRecord], *, looks: int = 1, places: bool = True) -> Selection:
+        """Choose among these records.
+
+        `looks`: how often at most the records are looked at, while more is measured, before the choice stands; the intervals hold at all
+        of them together. `places` False leaves `membership` out, whose cost grows with the square of the models.
+        """
+        rows = sorted((self._row(r) for r in records if r.measured), key=lambda row: row.record.number)
+        good = [row for row in rows if row.losses]
+        untouched = next((row.id for row in rows if row.record.origin == UNTOUCHED), None)
+        misses = self._near_misses([row for row in rows if not row.losses and row.id != untouched])
+        found = Selection(
+            objectives=self.objectives, feasible=tuple(row.id for row in good), pick=self.pick, untouched=untouched, near_misses=misses,
+            judgements={row.id: row.judgements for row in rows}, runner_up=misses[0].id if misses else None,
+        )  # fmt: skip
+        if not good:
+            return found
+        # All that were measured count, feasible or not: whoever is feasible was found by the same numbers.
+        family = looks * len({row.measurement for row in rows if not row.record.unchanged and row.record.origin != UNTOUCHED})
+        return _Chooser(self, good, self._changes(rows, good), family).complete(found, places=places)
+
+    def _row(self, record: TrialRecord) -> _Row:
+        kept = self._rows.get(record.number)
+        if kept is not None and kept.record is record:
+            return kept
+        judgements = judge_all(self.constraints, record.metrics, self.baseline)
+        blocking = tuple(j for j in judgements if not feasible([j], strict=self.strict))
+        losses: dict[str, tuple[float, ...]] = {}
+        if record.status is Status.OK and not blocking and all(_sound(record.metrics.get(o.name)) for o in self.objectives):
+            for axis in self.axes:
+                value = record.metrics.get(axis.name)
+                if value is not None and _sound(value):
+                    losses[axis.name] = _basis(compared(value, self.baseline[axis.name], minimize=axis.minimize), value)
+        row = self._rows[record.number] = _Row(
+            record, record.id, judgements, blocking, missed=sum(violation(j, strict=self.strict) for j in blocking),
+            certain=all(j.verdict is Verdict.CERTAIN for j in judgements), losses=losses, measurement=measurement_of(record),
+            passes=passes_in(record.point),
+        )  # fmt: skip
+        return row
+
+    def _changes(self, rows: Sequence[_Row], good: Sequence[_Row]) -> list[int]:
+        """How many values of each of the good are not the default."""
+        defaults = self.defaults
+        if defaults is None:
+            defaults = next((row.record.point for row in rows if row.record.origin == DEFAULT), {})
+        if self._changed[0] is not defaults:
+            self._changed = (defaults, {})
+        counted = self._changed[1]
+        for row in good:
+            kept = counted.get(row.record.number)
+            if kept is None or kept[0] is not row.record:
+                counted[row.record.number] = (row.record, changed_values(row.record.point, defaults))
+        return [counted[row.record.number][1] for row in good]
+
+    def _near_misses(self, rows: Iterable[_Row]) -> tuple[NearMiss, ...]:
+        missed = sorted((row for row in rows if row.blocking), key=lambda row: (row.missed, row.id))
+        return tuple(
+            NearMiss(
+                row.id, row.missed, row.blocking,
+                gains(row.record.metrics, self.baseline, score=self.score, leave_out={j.constraint.metric for j in row.blocking}),
+            )
+            for row in missed[:NEAR_MISSES]
+        )  # fmt: skip
 
 
 def measurement_of(record: TrialRecord) -> tuple[str, str]:
@@ -253,12 +333,6 @@ def measurement_of(record: TrialRecord) -> tuple[str, str]:
 
 def _sound(value: MetricValue | None) -> bool:
     return value is not None and math.isfinite(value.value)
-
-
-def _defaults(records: Sequence[TrialRecord], given: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    if given is not None:
-        return given
-    return next((r.point for r in records if r.origin == DEFAULT), {})
 
 
 def passes_in(point: Mapping[str, Any]) -> int:
@@ -311,76 +385,83 @@ def widened(interval: Interval, value: MetricValue, *, error: float) -> Interval
     Differences of a share over `samples` examples as score intervals are: half² = z² (variance + half) / examples, where the variance
     follows from the half-width at 95 %. That is Tango's interval or a wider one, since its variance grows by at most 1 for each unit of the
     difference. All others, and shares with an interval narrower than Tango's can be (scores that are not 0 or 1), by the ratio of Student's
-    t quantiles on the longer side, for both sides: the limits of the sign test move too little otherwise. That takes the values behind the
-    interval (`units`: session pairs, examples) as about normal; the degrees of freedom are those for which simulated medians, of values with
-    heavier tails too, keep their promise. A count that is not told is taken as large.
+    t quantiles (`widening`) on the longer side, for both sides. That takes the values behind the interval (`units`: session pairs,
+    examples) as about normal.
     """
-    below, above = interval.value - interval.low, interval.high - interval.value
-    if not (below > 0 or above > 0) or error >= 1 - CONFIDENCE:
-        return interval
+    limits = _wide_limits(np.array([_basis(interval, value)]), error)[0]
+    return Interval(interval.value, float(limits[0]), float(limits[1]))
+
+
+def _basis(interval: Interval, value: MetricValue) -> tuple[float, ...]:
+    """What `_wide_limits` needs of one interval."""
+    return (interval.value, interval.low, interval.high, value.samples, value.units, kind_of(value.unit) == "share")
+
+
+def _wide_limits(basis: NDArray[np.float64], error: float) -> NDArray[np.float64]:
+    """Do what `widened` says for many: from rows of (value, low, high, samples, units, whether it is a share) to rows of (low, high)."""
+    value, low, high, count, units, share = basis.T
+    below, above = value - low, high - value
+    longer = np.where(above > below, above, below)
+    open_ = (below > 0) | (above > 0)
+    limits = np.stack([low, high], axis=1)
+    if error >= 1 - CONFIDENCE or not open_.any():
+        return limits
     z0, z = normal_quantile((1 + CONFIDENCE) / 2), normal_quantile(1 - error / 2)
-    count = value.samples
-    if kind_of(value.unit) == "share" and count > 1 and max(below, above) >= 0.99 * z0 * z0 / (count + z0 * z0):
-        low, high = (_score_half(half, z0 * z0 / count, z * z / count) for half in (below, above))
-        return Interval(interval.value, interval.value - low, interval.value + high)
-    factor = z / z0
-    if value.units > 1:
-        degrees = min(value.units - 1, max(9, value.units // 2))
-        factor = student_t_quantile(1 - error / 2, degrees) / student_t_quantile((1 + CONFIDENCE) / 2, degrees)
-    half = factor * max(below, above)
-    return Interval(interval.value, interval.value - half, interval.value + half)
+    scored = open_ & (share > 0) & (count > 1) & (longer >= 0.99 * z0 * z0 / (count + z0 * z0))
+    if scored.any():
+        before, after = z0 * z0 / count[scored], z * z / count[scored]
+        limits[scored, 0] = value[scored] - _score_half(below[scored], before, after)
+        limits[scored, 1] = value[scored] + _score_half(above[scored], before, after)
+    others = open_ & ~scored
+    for number in set(units[others].tolist()):
+        rows = others & (units == number)
+        half = widening(int(number), error) * longer[rows]
+        limits[rows, 0], limits[rows, 1] = value[rows] - half, value[rows] + half
+    return limits
 
 
-def _score_half(half: float, before: float, after: float) -> float:
-    """Half-width of a score interval for another z² / count, from the one that it has for `before`."""
-    if not math.isfinite(half):
-        return half
-    variance = max(half * half / before - half, 0.0)
-    return (after + math.sqrt(after * after + 4 * after * variance)) / 2
+def _score_half(half: NDArray[np.float64], before: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Half-widths of score intervals for another z² / count, from those that they have for `before`."""
+    finite = np.isfinite(half)
+    known = np.where(finite, half, 0.0)
+    variance = np.maximum(known * known / before - known, 0.0)
+    return np.where(finite, (after + np.sqrt(after * after + 4 * after * variance)) / 2, half)
 
 
 class _Chooser:
     """The feasible trials as tables of losses: rows are trials, columns are axes (the objectives first, then what only picks look at)."""
 
-    def __init__(
-        self, records: list[TrialRecord], objectives: tuple[Objective, ...], judgements: Mapping[str, tuple[Judgement, ...]],
-        baseline: Mapping[str, MetricValue], score: str, eps: tuple[float, float], defaults: Mapping[str, Any], family: int,
-    ) -> None:  # fmt: skip
-        self.records, self.baseline, self.score = records, baseline, score
-        self.axes = list(objectives)
-        self.objectives = range(len(objectives))
-        for name in ("latency", score, "size"):
-            if name in baseline and all(o.name != name for o in self.axes) and all(_sound(r.metrics.get(name)) for r in records):
-                cost = is_cost(baseline[name].unit)
-                if cost is not None:  # a score that is no objective has no direction here
-                    self.axes.append(Objective(name, cost))
-        self.ids = [r.id for r in records]
-        losses = self._losses(family)
-        self.value = np.array([[x.value for x in row] for row in losses])
-        self.low = np.array([[x.low for x in row] for row in losses])
-        self.high = np.array([[x.high for x in row] for row in losses])
-        self.given_eps = eps
-        self.eps = np.array([tolerance(a.name, baseline[a.name], eps_latency=eps[0], eps_score=eps[1]) for a in self.axes])
-        self.untouched = next((i for i, r in enumerate(records) if r.origin == UNTOUCHED), None)
-        sums = (self.value[:, : len(objectives)] / np.maximum(self.eps[: len(objectives)], 1e-12)).sum(axis=1)
-        certain = [all(j.verdict is Verdict.CERTAIN for j in judgements[r.id]) for r in records]
+    def __init__(self, selector: Selector, rows: Sequence[_Row], changed: Sequence[int], family: int) -> None:
+        self.records = [row.record for row in rows]
+        self.measurements = [row.measurement for row in rows]
+        self.baseline, self.score, self.constraints = selector.baseline, selector.score, selector.constraints
+        self.objectives = range(len(selector.objectives))
+        self.axes = [a for k, a in enumerate(selector.axes) if k in self.objectives or all(a.name in row.losses for row in rows)]
+        self.ids = [row.id for row in rows]
+        self._set_losses(np.array([[row.losses[a.name] for a in self.axes] for row in rows], float), family)
+        self.given_eps = selector.eps
+        self.eps = np.array([
+            tolerance(a.name, self.baseline[a.name], eps_latency=selector.eps[0], eps_score=selector.eps[1]) for a in self.axes
+        ])  # fmt: skip
+        self.untouched = next((i for i, r in enumerate(self.records) if r.origin == UNTOUCHED), None)
+        count = len(self.objectives)
+        sums = (self.value[:, :count] / np.maximum(self.eps[:count], 1e-12)).sum(axis=1).tolist()
         keys = [
-            (r.origin != UNTOUCHED, not sure, passes_in(r.point), changed_values(r.point, defaults), round(float(total), 6), r.number)
-            for r, sure, total in zip(records, certain, sums, strict=True)
+            (row.record.origin != UNTOUCHED, not row.certain, row.passes, more, round(total, 6), row.record.number)
+            for row, more, total in zip(rows, changed, sums, strict=True)
         ]
-        self.simplest_first = sorted(range(len(records)), key=lambda i: keys[i])
+        self.simplest_first = sorted(range(len(rows)), key=lambda i: keys[i])
 
-    def _losses(self, family: int) -> list[list[Interval]]:
-        """Losses with intervals that hold together, for `family` models in all objectives (what only picks look at: also)."""
-        plain = [[compared(r.metrics[a.name], self.baseline[a.name], minimize=a.minimize) for a in self.axes] for r in self.records]
-        noisy = sum(any(row[k].low < row[k].high for row in plain) for k in range(len(self.axes)))
-        if not noisy or not family:
-            return plain
-        error = (1 - CONFIDENCE) / (family * noisy)
-        return [
-            [widened(x, r.metrics[a.name], error=error) for x, a in zip(row, self.axes, strict=True)]
-            for row, r in zip(plain, self.records, strict=True)
-        ]
+    def _set_losses(self, basis: NDArray[np.float64], family: int) -> None:
+        """Set losses with intervals that hold together, for `family` models in all objectives (what only picks look at: also).
+
+        `basis`: rows, axes, and what `_basis` tells of each.
+        """
+        self.value, self.low, self.high = basis[:, :, 0], basis[:, :, 1], basis[:, :, 2]
+        noisy = int((self.low < self.high).any(axis=0).sum())
+        if noisy and family:
+            limits = _wide_limits(basis.reshape(-1, basis.shape[2]), (1 - CONFIDENCE) / (family * noisy))
+            self.low, self.high = limits[:, 0].reshape(self.low.shape), limits[:, 1].reshape(self.high.shape)
 
     def beats(self, i: int, axis: int, others: Any = slice(None)) -> NDArray[np.bool_]:
         """Mark whom trial i beats beyond doubt on one axis."""
@@ -399,19 +480,27 @@ class _Chooser:
             apart |= self.beats(i, axis, among) | self.loses(i, axis, among)
         return [j for j, off in zip(among, apart, strict=True) if not off]
 
+    def clear(self, axis: int, these: Any, others: Any = slice(None)) -> NDArray[np.bool_]:
+        """Whom each of these beats beyond doubt on one axis: rows are these, columns the others."""
+        value, high = self.value[these, axis][:, None], self.high[these, axis][:, None]
+        found: NDArray[np.bool_] = (high < self.low[others, axis]) & (self.value[others, axis] - value > self.eps[axis])
+        return found
+
     def beaten_by(self) -> dict[int, int]:
         """Map each trial that is off the front to one that puts it off (the best sum wins where several do)."""
-        beaten: dict[int, int] = {}
         columns = list(self.objectives)
-        by_sum = sorted(range(len(self.records)), key=lambda i: float(self.value[i, columns].sum()))
-        for i in by_sum:
-            no_worse = np.all(self.value[i, columns] <= self.value[:, columns], axis=1)
-            clearly = np.zeros(len(self.records), bool)
-            for axis in columns:
-                clearly |= self.beats(i, axis)
-            for j in np.flatnonzero(no_worse & clearly):
-                beaten.setdefault(int(j), i)
-        return beaten
+        value = self.value[:, columns]
+        # Who is at most another's equal in every estimate, and in the upper limit on an axis, beats on that axis whomever that other beats:
+        # the front of these figures is enough to look at.
+        able = [pareto_front(np.column_stack([value, self.high[:, k]])) for k in columns]
+        _, equal = np.unique(value, axis=0, return_inverse=True)
+        candidates = np.flatnonzero(np.isin(equal.reshape(-1), equal.reshape(-1)[np.any(able, axis=0)]))  # and among equals, the first is named
+        if not len(candidates):
+            return {}
+        candidates = candidates[np.argsort(value[candidates].sum(axis=1), kind="stable")]
+        beats = np.any([self.clear(k, candidates) for k in columns], axis=0) & np.all(value[candidates][:, None] <= value[None], axis=2)
+        first = candidates[np.argmax(beats, axis=0)]
+        return {int(j): int(first[j]) for j in np.flatnonzero(beats.any(axis=0))}
 
     def layers(self) -> list[int]:
         """Number the first two layers of the front by estimates; 0 beyond."""
@@ -430,7 +519,7 @@ class _Chooser:
         wide = (high - low) > eps
         timed = np.array([kind_of(self.baseline[self.axes[k].name].unit) in ("time", "rate") for k in columns])
         best_first = np.argsort(self.value[:, columns].sum(axis=1), kind="stable")
-        same = np.array([hash(measurement_of(r)) for r in self.records])
+        same = np.array([hash(m) for m in self.measurements])
         layers = self.layers()
         found: dict[str, Membership] = {}
         again: set[int] = set()
@@ -465,7 +554,7 @@ class _Chooser:
                 once.setdefault(int(same[i]), i)
         return found, tuple(self.ids[i] for i in once.values())
 
-    def complete(self, found: Selection, constraints: Sequence[Constraint], *, places: bool) -> Selection:
+    def complete(self, found: Selection, *, places: bool) -> Selection:
         beaten = self.beaten_by()
         members = [i for i in range(len(self.records)) if i not in beaten]
         groups: dict[int, list[int]] = {}
@@ -473,7 +562,8 @@ class _Chooser:
         while waiting:
             group = self.ties(waiting[0], waiting, self.objectives)
             groups[waiting[0]] = group
-            waiting = [i for i in waiting if i not in group]
+            taken = set(group)
+            waiting = [i for i in waiting if i not in taken]
         front = sorted(groups, key=lambda i: (*self.value[i, : len(self.objectives)].tolist(), self.records[i].number))
         picks = self._picks(front, members)
         notes = []
@@ -481,7 +571,7 @@ class _Chooser:
         if best is None:
             best = picks.get("fastest", front[0])
             notes.append(f"there is no {found.pick.replace('_', ' ')} pick here; {self.ids[best]} was chosen in its place")
-        volume, reference = self._hypervolume(constraints)
+        volume, reference = self._hypervolume()
         membership, to_measure = self.memberships() if places else ({}, ())
         return Selection(
             objectives=found.objectives, feasible=found.feasible, front=tuple(self.ids[i] for i in front),
@@ -514,7 +604,8 @@ class _Chooser:
         """Those that beat the untouched model beyond doubt somewhere, and that model itself; all, when it is not feasible."""
         if self.untouched is None:
             return candidates
-        worthy = [i for i in candidates if i == self.untouched or any(self.beats(i, k, [self.untouched])[0] for k in axes)]
+        better = np.any([self.loses(self.untouched, k, candidates) for k in axes], axis=0)
+        worthy = [i for i, some in zip(candidates, better.tolist(), strict=True) if some or i == self.untouched]
         return worthy or candidates
 
     def _best_on(self, axis: int, front: list[int], members: list[int]) -> int:
@@ -523,21 +614,26 @@ class _Chooser:
         pool, wider = (front, members) if axis in self.objectives else (everyone, everyone)
         axes = sorted({*self.objectives, axis})
         worthy = self._worthy(pool, axes)
-        leader = min(self._worthy(wider, axes), key=lambda i: self.value[i, axis])
+        best_first = self._worthy(wider, axes)
+        leader = best_first[int(np.argmin(self.value[best_first, axis]))]
         tied = set(self.ties(leader, worthy, axes))
-        close = [i for i in worthy if i in tied or self.value[i, axis] - self.value[leader, axis] <= self.eps[axis]] or worthy
-        kept = [i for i, settled in zip(close, self._settled(close, [k for k in axes if k != axis]), strict=True) if not settled] or close
+        within = self.value[worthy, axis] - self.value[leader, axis] <= self.eps[axis]
+        close = [i for i, near in zip(worthy, within.tolist(), strict=True) if near or i in tied] or worthy
+        settled = self._settled(close, [k for k in axes if k != axis])
+        kept = {i for i, off in zip(close, settled.tolist(), strict=True) if not off} or set(close)
         return next(i for i in self.simplest_first if i in kept)
 
     def _settled(self, among: list[int], axes: list[int]) -> NDArray[np.bool_]:
         """Mark those whom another of them beats beyond doubt on one of the axes without being beaten on any."""
-        settled = np.zeros(len(among), bool)
-        for j in among:
-            wins, losses = np.zeros(len(among), bool), np.zeros(len(among), bool)
-            for k in axes:
-                wins |= self.beats(j, k, among)
-                losses |= self.loses(j, k, among)
-            settled |= wins & ~losses
+        able = np.zeros(len(among), bool)  # to beat the worst of them on some axis
+        for k in axes:
+            able |= (self.high[among, k] < self.low[among, k].max()) & (self.value[among, k].max() - self.value[among, k] > self.eps[k])
+        winners = [i for i, some in zip(among, able.tolist(), strict=True) if some]
+        if not winners:
+            return able
+        wins = np.any([self.clear(k, winners, among) for k in axes], axis=0)
+        losses = np.any([self.clear(k, among, winners).T for k in axes], axis=0)
+        settled: NDArray[np.bool_] = (wins & ~losses).any(axis=0)
         return settled
 
     def _nearest(self, worthy: list[int]) -> int:
@@ -550,10 +646,10 @@ class _Chooser:
 
     def _runner_up(self, best: int) -> str | None:
         """The next by the first objective, other than the best and the untouched model."""
-        rest = [i for i in range(len(self.records)) if i not in (best, self.untouched)]
-        return self.ids[min(rest, key=lambda i: (float(self.value[i, 0]), self.records[i].number))] if rest else None
+        order = np.argsort(self.value[:, 0], kind="stable").tolist()  # and by number among equals, as they stand
+        return next((self.ids[i] for i in order if i not in (best, self.untouched)), None)
 
-    def _hypervolume(self, constraints: Sequence[Constraint]) -> tuple[float, tuple[float, ...]]:
+    def _hypervolume(self) -> tuple[float, tuple[float, ...]]:
         """Volume in units of ratios and score differences, up to 1.1 times the baseline and the worst score allowed."""
         columns, reference = [], []
         for k in self.objectives:
@@ -564,7 +660,7 @@ class _Chooser:
                 reference.append(WORSE_THAN_BASELINE if axis.minimize else -1 / WORSE_THAN_BASELINE)
             else:
                 columns.append(self.value[:, k])
-                reference.append(_worst_allowed(axis, base, constraints))
+                reference.append(_worst_allowed(axis, base, self.constraints))
         return hypervolume(np.stack(columns, axis=1), reference), tuple(reference)
 
 
@@ -583,22 +679,6 @@ def _worst_allowed(objective: Objective, baseline: MetricValue, constraints: Seq
     if limits:
         return min(limits) + 1e-9  # a model just at the limit still counts for something in the other objectives
     return NO_LIMIT_DROP * (1.0 if kind_of(baseline.unit) == "share" else abs(baseline.value) or 1.0)
-
-
-def _near_misses(
-    records: Sequence[TrialRecord], judgements: Mapping[str, tuple[Judgement, ...]], baseline: Mapping[str, MetricValue], score: str,
-    untouched: str | None, *, strict: bool,
-) -> tuple[NearMiss, ...]:  # fmt: skip
-    misses = []
-    for record in records:
-        blocking = tuple(j for j in judgements[record.id] if not feasible([j], strict=strict))
-        if not blocking or record.id == untouched:
-            continue
-        total = sum(violation(j, strict=strict) for j in blocking)
-        blocked = {j.constraint.metric for j in blocking}
-        misses.append(NearMiss(record.id, total, blocking, gains(record.metrics, baseline, score=score, leave_out=blocked)))
-    misses.sort(key=lambda m: (m.violation, m.id))
-    return tuple(misses[:NEAR_MISSES])
 
 
 # ---------------------------------------------------------------------------------------------------------------- in words

@@ -1,51 +1,30 @@
 """ONNX Runtime session settings: declared, applied, read back.
 
 ONNX Runtime takes misspelt keys and nonsense values in silence, and answers a request for a missing execution provider with
-a CPU session (seen with 1.32). So the keys that are known stand here, and a session is believed only after it was asked.
+a CPU session (seen with 1.32). So only keys are taken that a table says to do something (`runtime_options`), and a session is believed only
+after it was asked.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError, EnvironmentFault, nearest
+from autotune.runtime_options import CPU, ENTRY, RUN_ENTRY, UNPROVEN, options_of
 
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-# Values: the pattern that a value must match. Source: the session option keys of ONNX Runtime 1.32, and a run of each.
-KNOWN_CONFIG_ENTRIES: Mapping[str, str] = {
-    "session.intra_op.allow_spinning": "[01]",
-    "session.inter_op.allow_spinning": "[01]",
-    "session.force_spinning_stop": "[01]",
-    "session.set_denormal_as_zero": "[01]",
-    "session.disable_prepacking": "[01]",
-    "session.dynamic_block_base": r"\d+",
-    "session.intra_op_thread_affinities": r"[\d,;\- ]+",
-    "session.disable_quant_qdq": "[01]",
-    "session.enable_quant_qdq_cleanup": "[01]",
-    "session.disable_double_qdq_remover": "[01]",
-    "session.qdqisint8allowed": "[01]",
-    "session.x64quantprecision": "[01]",
-    "session.disable_cpu_ep_fallback": "[01]",
-    "session.record_ep_graph_assignment_info": "[01]",
-    "session.use_env_allocators": "[01]",
-    "session.intra_op.spin_duration_us": r"\d{1,4}",  # beyond 10 ms the runtime itself warns
-    "session.inter_op.spin_duration_us": r"\d{1,4}",
-    "optimization.enable_cast_chain_elimination": "[01]",
-    "optimization.constant_folding_max_output_size_in_bytes": r"\d+",
-    "optimization.enable_gelu_approximation": "[01]",
-    "optimization.disable_specified_optimizers": ".+",
-    "mlas.enable_gemm_fastmath_arm64_bfloat16": "[01]",
-}
-
 GRAPH_LEVELS = ("disable", "basic", "extended", "layout", "all")
 EXECUTION_MODES = ("sequential", "parallel")
+EXECUTION_ORDERS = ("default", "priority_based")
+SHRINK_ARENA = "memory.enable_memory_arena_shrinkage"
+NO_CPU_FALLBACK = "session.disable_cpu_ep_fallback"
 _ORT_LEVEL = {
     "disable": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "extended": "ORT_ENABLE_EXTENDED",
     "layout": "ORT_ENABLE_LAYOUT", "all": "ORT_ENABLE_ALL",
@@ -54,7 +33,10 @@ _ORT_LEVEL = {
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Everything that makes an `InferenceSession` what it is, apart from the model. Zero threads: ONNX Runtime's own choice."""
+    """Everything that makes an `InferenceSession` and its runs what they are, apart from the model. Zero threads: ONNX Runtime's own choice.
+
+    `config_entries` are the session's, by key; `run_config_entries` those of every run.
+    """
 
     intra_op_num_threads: int = 0
     inter_op_num_threads: int = 0
@@ -62,31 +44,42 @@ class SessionSettings:
     graph_optimization_level: str = "all"
     enable_cpu_mem_arena: bool = True
     enable_mem_pattern: bool = True
+    enable_mem_reuse: bool = True
+    execution_order: str = "default"
     enable_profiling: bool = False
     config_entries: Mapping[str, str] = field(default_factory=dict)
-    execution_provider: str = "CPUExecutionProvider"
+    run_config_entries: Mapping[str, str] = field(default_factory=dict)
+    execution_provider: str = CPU
     provider_options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _one_of("graph_optimization_level", self.graph_optimization_level, GRAPH_LEVELS)
         _one_of("execution_mode", self.execution_mode, EXECUTION_MODES)
+        _one_of("execution_order", self.execution_order, EXECUTION_ORDERS)
         for name in ("intra_op_num_threads", "inter_op_num_threads"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigError("session", f"{name} must be a whole number from 0", repr(value), "0 leaves the choice to ONNX Runtime.")
-        for key, text in self.config_entries.items():
-            pattern = KNOWN_CONFIG_ENTRIES.get(key)
-            if pattern is None:
-                raise ConfigError(
-                    "session", "config_entries must be keys that this ONNX Runtime honours", repr(key), nearest(key, KNOWN_CONFIG_ENTRIES)
-                )
-            if not isinstance(text, str):
-                raise ConfigError("session", f"the value of {key} must be text", repr(text), f"Write '{text}', with quotes.")
-            if not re.fullmatch(pattern, text):
-                raise ConfigError("session", f"{key} must match {pattern}", repr(text), "ONNX Runtime would take the wrong value in silence.")
+        for kind, entries in ((ENTRY, self.config_entries), (RUN_ENTRY, self.run_config_entries)):
+            for key, text in entries.items():
+                options_of().check(kind, key, text, provider=self.execution_provider)
+        shrunk = self.run_config_entries.get(SHRINK_ARENA, "")
+        if "cpu:" in shrunk and not self.enable_cpu_mem_arena:
+            raise ConfigError(
+                "session", f"{SHRINK_ARENA} needs the CPU's arena", "enable_cpu_mem_arena off", "Leave it out: without an arena memory is given back."
+            )
+        if "gpu:" in shrunk and self.execution_provider == CPU:
+            raise ConfigError("session", f"{SHRINK_ARENA} must name arenas that there are", f"{shrunk!r} on {CPU}", "Write 'cpu:0'.")
+        if self.provider_options and self.execution_provider == CPU:
+            raise ConfigError(
+                "session", f"{CPU} takes no provider options", ", ".join(self.provider_options), "ONNX Runtime takes them in silence; leave them out."
+            )
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "config_entries": dict(sorted(self.config_entries.items())), "provider_options": dict(self.provider_options)}
+        return {
+            **asdict(self), "config_entries": dict(sorted(self.config_entries.items())),
+            "run_config_entries": dict(sorted(self.run_config_entries.items())), "provider_options": dict(self.provider_options),
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SessionSettings:
@@ -96,6 +89,11 @@ class SessionSettings:
             if key not in names:
                 raise ConfigError("session", "settings must be known fields", repr(key), nearest(key, names))
         return cls(**data)
+
+    def unproven(self) -> list[str]:
+        """Say, in words, which entries are taken though nothing shows that they do something here."""
+        rows = [options_of().get(kind, key) for kind, keys in ((ENTRY, self.config_entries), (RUN_ENTRY, self.run_config_entries)) for key in keys]
+        return [f"{row.name} is not shown to do anything: {row.reason}" for row in rows if row is not None and row.status == UNPROVEN]
 
     def with_entries(self, **entries: str) -> SessionSettings:
         """Return settings with more config entries; dots in keys are written as `__` in the argument names."""
@@ -119,6 +117,8 @@ def session_options(settings: SessionSettings) -> ort.SessionOptions:
     options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, _ORT_LEVEL[settings.graph_optimization_level])
     options.enable_cpu_mem_arena = settings.enable_cpu_mem_arena
     options.enable_mem_pattern = settings.enable_mem_pattern
+    options.enable_mem_reuse = settings.enable_mem_reuse
+    options.execution_order = getattr(ort.ExecutionOrder, settings.execution_order.upper())
     options.enable_profiling = settings.enable_profiling
     options.log_severity_level = 3
     for key, value in settings.config_entries.items():
@@ -126,8 +126,36 @@ def session_options(settings: SessionSettings) -> ort.SessionOptions:
     return options
 
 
+def run_options(settings: SessionSettings) -> ort.RunOptions | None:
+    """Build ONNX Runtime's own options of a run from settings; None where there is nothing to say."""
+    import onnxruntime as ort
+
+    if not settings.run_config_entries:
+        return None
+    options = ort.RunOptions()
+    for key, value in settings.run_config_entries.items():
+        options.add_run_config_entry(key, value)
+    return options
+
+
+@cache
+def _session_class() -> type[ort.InferenceSession]:
+    """A session that runs by the run options it was made with, so that they hold wherever it runs."""
+    import onnxruntime as ort
+
+    class SessionWithRunOptions(ort.InferenceSession):  # type: ignore[misc] # onnxruntime has no types
+        standing_run_options: ort.RunOptions | None = None
+
+        def run(self, output_names: Any, input_feed: Any, run_options: Any = None) -> Any:
+            return super().run(output_names, input_feed, self.standing_run_options if run_options is None else run_options)
+
+    return SessionWithRunOptions
+
+
 def create_session(model_path: Path, settings: SessionSettings, *, profile_to: Path | None = None) -> ort.InferenceSession:
     """Open a model as deployed, and make sure that the execution provider asked for is the one that came.
+
+    Its `run` uses the settings' run options; its other ways to run don't.
 
     `profile_to` is how the file of a session that is profiled begins; without it, it lies in the working folder.
 
@@ -141,17 +169,25 @@ def create_session(model_path: Path, settings: SessionSettings, *, profile_to: P
     if settings.execution_provider not in ort.get_available_providers():
         raise _provider_missing(settings, ort.get_available_providers())
     providers: list[Any] = [(settings.execution_provider, dict(settings.provider_options))]
-    if settings.execution_provider != "CPUExecutionProvider":
-        providers.append("CPUExecutionProvider")
+    if falls_back_to_cpu(settings):
+        providers.append(CPU)
+    standing = run_options(settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the fall-back is checked below, and said better
         options = session_options(settings)
         if profile_to is not None:
             options.profile_file_prefix = str(profile_to)
-        session = ort.InferenceSession(str(model_path), options, providers=providers)
+        session = (ort.InferenceSession if standing is None else _session_class())(str(model_path), options, providers=providers)
+    if standing is not None:
+        session.standing_run_options = standing
     if settings.execution_provider not in session.get_providers():
         raise _provider_missing(settings, session.get_providers())
     return session
+
+
+def falls_back_to_cpu(settings: SessionSettings) -> bool:
+    """Say whether the CPU is named beside another execution provider. ONNX Runtime refuses that beside its own key against falling back."""
+    return settings.execution_provider != CPU and settings.config_entries.get(NO_CPU_FALLBACK) != "1"
 
 
 def _provider_missing(settings: SessionSettings, present: list[str]) -> EnvironmentFault:
@@ -172,11 +208,23 @@ def read_back(session: ort.InferenceSession, settings: SessionSettings) -> dict[
         "graph_optimization_level": level,
         "enable_cpu_mem_arena": options.enable_cpu_mem_arena,
         "enable_mem_pattern": options.enable_mem_pattern,
+        "enable_mem_reuse": options.enable_mem_reuse,
+        "execution_order": options.execution_order.name.lower(),
         "enable_profiling": options.enable_profiling,
         "config_entries": {k: options.get_session_config_entry(k) for k in sorted(settings.config_entries)},
+        "run_config_entries": {k: _run_entry(session, k) for k in sorted(settings.run_config_entries)},
         "execution_provider": session.get_providers()[0],
         "providers": list(session.get_providers()),
     }
+
+
+def _run_entry(session: ort.InferenceSession, key: str) -> str | None:
+    """The value with which the session's runs are made, or None."""
+    options = getattr(session, "standing_run_options", None)
+    try:
+        return None if options is None else str(options.get_run_config_entry(key))
+    except RuntimeError:  # what ONNX Runtime raises for a key that is not there
+        return None
 
 
 def not_applied(asked: SessionSettings, got: Mapping[str, Any]) -> list[str]:

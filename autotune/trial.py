@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from autotune.benchmarks.lane import lane
-from autotune.benchmarks.racing import INFEASIBLE, LEAST_ROWS, Rival, Rules
+from autotune.benchmarks.racing import DOMINATED, INFEASIBLE, LEAST_ROWS, OFF_FRONT, Rival, Rules
 from autotune.benchmarks.stages import OUTPUTS_FILE
 from autotune.benchmarks.statistics import runs_needed
 from autotune.config import LoadedSweep, parse_sweep, script_of, seconds, size_bytes
@@ -24,12 +25,12 @@ from autotune.constraints import Constraint, Relative, Verdict, feasible, judge_
 from autotune.data import RANDOM
 from autotune.digest import digest_of, digest_tree, dump_json, write_durably
 from autotune.disk import fault_in
-from autotune.model import ModelHandler, ONNXModelHandler, PyTorchModelHandler, handler_from_json
+from autotune.model import HuggingFaceModelHandler, ModelHandler, ONNXModelHandler, PyTorchModelHandler, handler_from_json
 from autotune.passes.base import ParamCategory
 from autotune.passes.registry import BUILT_IN, get_pass
 from autotune.pipeline import InputFacts, Pipeline, Step
 from autotune.records import Cause, Interval, MetricValue, StageRecord, Status, TrialRecord
-from autotune.selection import compared, widened
+from autotune.selection import DEFAULT, compared, widened
 from autotune.stages import StageLimits, StageOutcome, StageRunner
 from autotune.store import FILES, Artifact, Store
 from autotune.target import engine_versions, library_versions, surroundings
@@ -53,6 +54,8 @@ EQUAL_POINT, EQUAL_PREFIX, EQUAL_BYTES = "equal point", "equal chain prefix", "e
 STATIC_RULE, CHEAP_CHECKS, LATENCY, BY_LOOKS = "static rule", "cheap checks", "latency", "accuracy by looks"
 LADDER = (EQUAL_POINT, EQUAL_PREFIX, EQUAL_BYTES, STATIC_RULE, CHEAP_CHECKS, LATENCY, BY_LOOKS)
 RUNG_OF = {"rules": STATIC_RULE, "check": CHEAP_CHECKS, "latency": LATENCY, "accuracy": BY_LOOKS}  # by the stage that ended a trial
+FRONT_RULES = (DOMINATED, OFF_FRONT)
+ROUNDING = 1e-9  # a score so near to the best possible is the best possible
 DISK_CAUSES = (Cause.EXCEPTION, Cause.EXIT, Cause.SIGNAL, Cause.INFRA)  # what a stage on a full disk ends as
 
 
@@ -109,6 +112,7 @@ class TrialPlan:
     metric_unit: str
     higher_is_better: bool
     rows: Rows
+    metric_bounds: tuple[float, float] | None = None  # of the score, where it has some
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -117,6 +121,7 @@ class TrialPlan:
             "input_model": self.input_model.to_json(), "baseline": self.baseline.to_json(),
             "baseline_metrics": {k: v.to_json() for k, v in self.baseline_metrics.items()},
             "metric_name": self.metric_name, "metric_unit": self.metric_unit, "higher_is_better": self.higher_is_better,
+            "metric_bounds": self.metric_bounds,
             "rows": {"search": list(self.rows.search), "holdout": list(self.rows.holdout)},
         }  # fmt: skip
 
@@ -132,6 +137,7 @@ class TrialPlan:
             baseline_metrics={k: MetricValue.from_json(v) for k, v in data["baseline_metrics"].items()},
             metric_name=data["metric_name"], metric_unit=data["metric_unit"], higher_is_better=data["higher_is_better"],
             rows=Rows(tuple(data["rows"]["search"]), tuple(data["rows"]["holdout"])),
+            metric_bounds=tuple(data["metric_bounds"]) if data.get("metric_bounds") else None,
         )  # fmt: skip
 
     @property
@@ -225,7 +231,7 @@ class TrialRunner:
             artifact = self._stored(step, model, parent_digest, folder)
         record = StageRecord(
             name=step.slot, seconds=time.monotonic() - started, cached=artifact.cached, pass_name=step.pass_name,
-            digest=artifact.digest, key=artifact.key, notes=dict(artifact.handler.notes),
+            digest=artifact.digest, key=artifact.key, notes={**artifact.handler.notes, **({"inserted": step.inserted} if step.inserted else {})},
         )  # fmt: skip
         return artifact, record
 
@@ -268,7 +274,9 @@ class TrialRunner:
         source = getattr(sys.modules[pass_class.__module__], "__file__", None)
         if source is not None and not pass_class.__module__.startswith("autotune."):
             facts["code"] = self._digest(source)  # a pass of the user's own changes without a new version
-        if isinstance(model, PyTorchModelHandler):
+        if isinstance(model, HuggingFaceModelHandler):
+            facts["loader"] = engine_versions(["transformers"])
+        elif isinstance(model, PyTorchModelHandler):
             facts["loader"] = [model.loader, self._digest(str(model.script))]
         if pass_class.contract.ep_dependent:
             facts["ep"] = self.sweep.target.execution_provider
@@ -369,7 +377,7 @@ class TrialRunner:
         """Run a trial to its end and write its record; whatever happens inside ends this trial only.
 
         `repeats`: points that the sampler proposed in vain before this one. `front`: the finished trials that may put this one off the
-        front, as `autotune.sweep.ladder.front_boxes` writes them. But for the disk, `DiskFault` and `OSError`, and for children that could
+        front, as `autotune.sweep.ladder.FrontBoxes` tells of them. But for the disk, `DiskFault` and `OSError`, and for children that could
         not be had at the first attempt: these leave no record, so that the trial runs again.
         """
         started, self._work_s = time.monotonic(), 0.0
@@ -432,18 +440,20 @@ class TrialRunner:
             self._rung(EQUAL_BYTES, f"the bytes and settings of {source}, measured there", ended=True, measured_as=source)
         else:
             metrics, stopped = self._fresh_metrics(plan, record, model, folder, stages, front)
-            self._share(digest, model, record.number, metrics, stopped)
+            self._share(digest, model, record.number, metrics, stopped, stages)
         if stopped is not None:
-            status = Status.INFEASIBLE if stopped["rule"] == INFEASIBLE else Status.PRUNED
-            message = stopped["words"] if status is Status.INFEASIBLE else f"{stopped['rule']}: {stopped['words']}"
-            self._rung(BY_LOOKS, stopped["words"], ended=True, **{k: stopped[k] for k in ("rule", "rows", "of")})
-            record = replace(record, status=status, stage="accuracy", message=message, rungs=tuple(self._rungs))
+            record = ended_early(replace(record, rungs=tuple(self._rungs)), stopped)
+            self._rungs = [dict(r) for r in record.rungs]
         return self.judged(plan, replace(record, metrics=metrics))
 
     def _fresh_metrics(
         self, plan: TrialPlan, record: TrialRecord, model: ONNXModelHandler, folder: Path, stages: list[StageRecord], front: Mapping[str, Any]
     ) -> tuple[dict[str, MetricValue], dict[str, Any] | None]:
-        """Check, time and score a model; the second part says why its scoring stopped before all rows, if it did."""
+        """Check, time and score a model; the second part says why that was not done to the end, if it was not.
+
+        Timing comes first, unless the score is sure to be had for less: a slow model is timed no longer than it takes to see that it is off the
+        front, and this can seldom be known before its score is.
+        """
 
         def timed(name: str, begun: float, notes: Mapping[str, Any]) -> None:
             stages.append(StageRecord(name=name, seconds=time.monotonic() - begun, notes=notes))
@@ -451,37 +461,60 @@ class TrialRunner:
         begun = time.monotonic()
         checked = self.check(model, plan.baseline, plan.rows.search, plan.eval_path, folder / "check")
         timed("check", begun, checked)
+        sizes = size_metrics(model, checked, plan.baseline_metrics)
+
+        def scored_with(metrics: Mapping[str, MetricValue]) -> dict[str, Any]:
+            begun = time.monotonic()
+            found = self._scored(
+                model, plan.sweep.config.metric, plan.eval_path, plan.rows.search, folder / "accuracy",
+                baseline_outputs=plan.baseline_folder / "search" / OUTPUTS_FILE, race=self._race(plan, metrics, front),
+            )  # fmt: skip
+            timed("accuracy", begun, {k: found[k] for k in ("rows", "of", "looks")})
+            return found
+
+        by_front = front if record.origin != DEFAULT and plan.sweep.config.measure.looks is not False else {}
+        scored = scored_with(sizes) if self._score_first(plan, record, by_front) else None
+        score = {plan.metric_name: MetricValue.from_json(scored["metric"])} if scored and not scored["stopped"] else {}
+        best = best_score(plan.metric_bounds, plan.baseline_metrics[plan.metric_name], higher_is_better=plan.higher_is_better)
         begun = time.monotonic()
         times, facts = self.latency(
-            model, plan.baseline, plan.eval_path, plan.rows.search, folder / "latency", seed=record.number, limits=latency_limits(plan)
-        )
-        timed("latency", begun, {k: v for k, v in facts.items() if k != "metrics"})
-        if facts.get("stopped_why"):
-            self._rung(LATENCY, str(facts["stopped_why"]), seconds=facts["elapsed_s"])
-        sizes = size_metrics(model, checked, plan.baseline_metrics)
-        begun = time.monotonic()
-        scored = self._scored(
-            model, plan.sweep.config.metric, plan.eval_path, plan.rows.search, folder / "accuracy",
-            baseline_outputs=plan.baseline_folder / "search" / OUTPUTS_FILE, race=self._race(plan, {**times, **sizes}, front),
+            model, plan.baseline, plan.eval_path, plan.rows.search, folder / "latency", seed=record.number,
+            limits=[*latency_limits(plan), *front_limits(by_front, {**sizes, **score}, plan.baseline_metrics, plan.metric_name, best)],
         )  # fmt: skip
-        timed("accuracy", begun, {k: scored[k] for k in ("rows", "of", "looks")})
+        timed("latency", begun, {k: v for k, v in facts.items() if k != "metrics"})
+        scored = scored or scored_with({**times, **sizes})
         stopped = scored["stopped"] and {**scored["stopped"], "rows": scored["rows"], "of": scored["of"]}
+        if facts.get("stopped_why"):
+            words, cost = _timing_words(facts), {"seconds": facts["elapsed_s"]}
+            if stopped is None and facts["stopped_by"] in FRONT_RULES:
+                stopped = {"rule": facts["stopped_by"], "words": words, **cost}
+            else:
+                self._rung(LATENCY, words, **cost)
         return {**times, plan.metric_name: MetricValue.from_json(scored["metric"]), **sizes}, stopped
+
+    def _score_first(self, plan: TrialPlan, record: TrialRecord, front: Mapping[str, Any]) -> bool:
+        """Whether the score is had for less than timing: a model of these bytes was scored on all rows, in half the time that it was timed.
+
+        Under other session settings, that is; what they do to a score is little, but it is measured and not taken as known.
+        """
+        if "latency" not in front.get("objectives", ()) or not front["boxes"]:
+            return False
+        with contextlib.suppress(OSError, ValueError):
+            if record.model_digest == plan.baseline.digest:
+                stages = {s["name"]: s["seconds"] for s in json.loads((plan.baseline_folder / "baseline.json").read_text())["stages"]}
+                # The baseline was scored on the rows of the search, on those held out, and on all.
+                return bool(2 * stages["accuracy"] / (2 if plan.rows.holdout else 1) <= stages["latency"])
+            found = json.loads(self._scored_before(record.model_digest).read_text())
+            return bool(found["trial"] < record.number and 2 * found["accuracy_s"] <= found["latency_s"])
+        return False
 
     def _race(self, plan: TrialPlan, metrics: Mapping[str, MetricValue], front: Mapping[str, Any]) -> dict[str, Any] | None:
         """By what a candidate's accuracy may stop early, all else measured; None when every row is to be run."""
         looks = plan.sweep.config.measure.looks
         if not (len(plan.rows.search) >= LEAST_ROWS if looks is None else looks):
             return None
-        constraints, score, baseline = sweep_constraints(plan), plan.metric_name, plan.baseline_metrics
-        violated = [
-            j for j in judge_all([c for c in constraints if c.metric != score], metrics, baseline) if j.verdict is Verdict.VIOLATED
-        ]  # fmt: skip
-        rules = Rules(
-            constraints=tuple(c for c in constraints if c.metric == score), already=violated[0].constraint.text if violated else "",
-            rivals=rivals(front, metrics, baseline, score), higher_is_better=plan.higher_is_better,
-            eps=front["eps"][score] if front else 0.0, error=front["error"] if front else 0.05, score_counts=score in front.get("objectives", ()),
-        )  # fmt: skip
+        score, baseline = plan.metric_name, plan.baseline_metrics
+        rules = race_rules(metrics, front, sweep_constraints(plan), baseline, score, higher_is_better=plan.higher_is_better)
         return {"rules": rules.to_json(), "baseline": baseline[score].to_json()}
 
     def _unchanged(self, plan: TrialPlan, model: ONNXModelHandler, digest: str) -> str:
@@ -503,6 +536,10 @@ class TrialRunner:
     def _measurement(self, digest: str, model: ONNXModelHandler) -> Path:
         return self.run_folder / "measured" / f"{digest_of([digest, model.session.to_json(), self._evaluator()])}.json"
 
+    def _scored_before(self, digest: str) -> Path:
+        """Where it stands which trial first scored a model of these bytes on all rows, and what that took."""
+        return self.run_folder / "measured" / f"scored-{digest_of([digest, self._evaluator()])}.json"
+
     def _shared(self, digest: str, model: ONNXModelHandler, number: int) -> dict[str, Any] | None:
         """The measurement of an equal model under equal settings by another trial of this run, if there is one."""
         try:
@@ -519,30 +556,58 @@ class TrialRunner:
         return digest_of([config.constraints, config.objectives, config.strict, [s.model_dump() for s in config.chain]])
 
     def _share(
-        self, digest: str, model: ONNXModelHandler, number: int, metrics: Mapping[str, MetricValue], stopped: Mapping[str, Any] | None
-    ) -> None:
-        path = self._measurement(digest, model)
+        self, digest: str, model: ONNXModelHandler, number: int, metrics: Mapping[str, MetricValue], stopped: Mapping[str, Any] | None,
+        stages: Sequence[StageRecord],
+    ) -> None:  # fmt: skip
+        path, first = self._measurement(digest, model), self._scored_before(digest)
         path.parent.mkdir(exist_ok=True)
+        if (stopped is None or "rows" not in stopped) and not first.exists():
+            took = {s.name: s.seconds for s in stages}
+            write_durably(first, dump_json({"trial": number, "accuracy_s": took["accuracy"], "latency_s": took["latency"]}))
         content = {"trial": number, "metrics": {k: v.to_json() for k, v in metrics.items()}}
         write_durably(path, dump_json(content if stopped is None else {**content, "stopped": dict(stopped), "goals": self._goals()}))
 
     def judged(self, plan: TrialPlan, record: TrialRecord) -> TrialRecord:
-        """Judge a measured record by the sweep's constraints: ok, infeasible or undecided, with each verdict.
+        """Judge a measured record by the sweep's constraints, see `judge_record`."""
+        return judge_record(record, sweep_constraints(plan), plan.baseline_metrics, strict=plan.sweep.config.strict)
 
-        How a record ends that stopped before all rows was decided then.
-        """
-        judgements = judge_all(sweep_constraints(plan), record.metrics, plan.baseline_metrics)
-        verdicts = {j.verdict for j in judgements}
-        status = (
-            record.status
-            if record.partial
-            else Status.INFEASIBLE
-            if Verdict.VIOLATED in verdicts
-            else Status.OK
-            if feasible(judgements, strict=plan.sweep.config.strict)
-            else Status.UNDECIDED
-        )
-        return replace(record, status=status, constraints=tuple({**j.to_json(), "violation": violation(j)} for j in judgements))
+
+def judge_record(
+    record: TrialRecord, constraints: Sequence[Constraint], baseline: Mapping[str, MetricValue], *, strict: bool = False
+) -> TrialRecord:  # fmt: skip
+    """Judge a measured record by constraints: ok, infeasible or undecided, with each verdict.
+
+    How a record ends whose measuring stopped early was decided then.
+    """
+    judgements = judge_all(constraints, record.metrics, baseline)
+    verdicts = {j.verdict for j in judgements}
+    status = (
+        record.status
+        if record.partial
+        else Status.INFEASIBLE
+        if Verdict.VIOLATED in verdicts
+        else Status.OK
+        if feasible(judgements, strict=strict)
+        else Status.UNDECIDED
+    )
+    return replace(record, status=status, constraints=tuple({**j.to_json(), "violation": violation(j)} for j in judgements))
+
+
+def ended_early(record: TrialRecord, stopped: Mapping[str, Any]) -> TrialRecord:
+    """A record whose measuring stopped early: `stopped` holds rule and words, and `rows` with `of` for its score or `seconds` for its latency."""
+    status = Status.INFEASIBLE if stopped["rule"] == INFEASIBLE else Status.PRUNED
+    message = stopped["words"] if status is Status.INFEASIBLE else f"{stopped['rule']}: {stopped['words']}"
+    name, stage, cost = (BY_LOOKS, "accuracy", ("rows", "of")) if "rows" in stopped else (LATENCY, "latency", ("seconds",))
+    rung = {"rung": name, "ended": True, "words": stopped["words"], "rule": stopped["rule"], **{k: stopped[k] for k in cost}}
+    return replace(record, status=status, stage=stage, message=message, rungs=(*record.rungs, rung))
+
+
+def _timing_words(facts: Mapping[str, Any]) -> str:
+    ratio, why = facts["measured_ratio"], facts["stopped_why"]
+    return (
+        f"timed for {facts['session_pairs']} session pairs only: {why if facts['stopped_by'] in FRONT_RULES else f'`{why}` is violated'} "
+        f"(latency {ratio['value']:.3g}x the baseline's, {ratio['low']:.3g} to {ratio['high']:.3g})"
+    )
 
 
 def tell_stage(run: Path, folder: Path) -> None:
@@ -568,23 +633,78 @@ def rivals(
 ) -> tuple[Rival, ...]:  # fmt: skip
     """Those of the front that are no worse than a candidate in everything but its score, which is not known yet."""
     found = []
-    objectives = set(front.get("objectives", ())) - {score}
     for box in front.get("boxes", ()):
-        clear: dict[str, bool] = {}
-        for name, other in box["axes"].items():
-            if name == score:
-                continue
-            theirs = Interval.from_json(other)
-            if name not in metrics:
-                break
-            own = compared(metrics[name], baseline[name], minimize=front["minimize"][name])
-            if not theirs.value <= own.value:
-                break
-            clear[name] = theirs.high < widened(own, metrics[name], error=front["error"]).low and own.value - theirs.value > front["eps"][name]
-        else:
-            sure = [clear[name] for name in objectives]
+        sure = _no_worse(box, front, metrics, baseline, leave_out=score)
+        if sure is not None:
             found.append(Rival(box["trial"], Interval.from_json(box["axes"][score]), elsewhere=any(sure), everywhere=all(sure)))
     return tuple(found)
+
+
+def _no_worse(
+    box: Mapping[str, Any], front: Mapping[str, Any], metrics: Mapping[str, MetricValue], baseline: Mapping[str, MetricValue], *, leave_out: str
+) -> list[bool] | None:
+    """For each objective but one, whether a member of the front is better there than a candidate beyond doubt.
+
+    None where it is worse by estimate in anything but that one, or where that can't be told, the candidate not being measured for it.
+    """
+    clear: dict[str, bool] = {}
+    for name, other in box["axes"].items():
+        if name == leave_out:
+            continue
+        if name not in metrics:
+            return None
+        theirs, own = Interval.from_json(other), compared(metrics[name], baseline[name], minimize=front["minimize"][name])
+        if not theirs.value <= own.value:
+            return None
+        clear[name] = theirs.high < widened(own, metrics[name], error=front["error"]).low and own.value - theirs.value > front["eps"][name]
+    return [clear[name] for name in front["objectives"] if name != leave_out]
+
+
+def race_rules(
+    metrics: Mapping[str, MetricValue], front: Mapping[str, Any], constraints: Sequence[Constraint], baseline: Mapping[str, MetricValue],
+    score: str, *, higher_is_better: bool,
+) -> Rules:  # fmt: skip
+    """By what a candidate's accuracy may stop early, `metrics` being all else that is known of it."""
+    others = judge_all([c for c in constraints if c.metric != score], metrics, baseline)
+    violated = [j for j in others if j.verdict is Verdict.VIOLATED]
+    return Rules(
+        constraints=tuple(c for c in constraints if c.metric == score), already=violated[0].constraint.text if violated else "",
+        rivals=rivals(front, metrics, baseline, score), higher_is_better=higher_is_better,
+        eps=front["eps"][score] if front else 0.0, error=front["error"] if front else 0.05, score_counts=score in front.get("objectives", ()),
+    )  # fmt: skip
+
+
+def front_limits(
+    front: Mapping[str, Any], metrics: Mapping[str, MetricValue], baseline: Mapping[str, MetricValue], score: str, best: MetricValue | None = None
+) -> list[dict[str, Any]]:
+    """The latency above which a finished trial puts a candidate off the front whatever else it is, as the latency stage takes limits.
+
+    `metrics`: what is known of the candidate beforehand. Its score is, when it was scored first; else `best`, which no score exceeds, stands for it:
+    then only a trial with the best possible score can tell. None where latency is no objective, or another measure of time is one. The error
+    is that of an interval in the choice at the end, whose rule this is.
+    """
+    if "latency" not in front.get("objectives", ()):
+        return []
+    known = {**({score: best} if best is not None else {}), **metrics}
+    found = []
+    for box in front["boxes"]:
+        sure = _no_worse(box, front, known, baseline, leave_out="latency")
+        if sure is not None:
+            theirs = Interval.from_json(box["axes"]["latency"])
+            words = "in every objective" if all(sure) else "in latency, and no worse in anything,"
+            found.append((max(theirs.high, theirs.value + front["eps"]["latency"]), box["trial"], words, DOMINATED if all(sure) else OFF_FRONT))
+    if not found:
+        return []
+    above, trial, words, rule = min(found)
+    return [{"of": "ratio", "limit": math.exp(above), "why": f"{trial} is better {words} beyond doubt", "rule": rule, "error": front["error"]}]
+
+
+def best_score(bounds: tuple[float, float] | None, baseline: MetricValue, *, higher_is_better: bool) -> MetricValue | None:
+    """The score that no model exceeds, where the metric has bounds; a hair below it, so that who has it but for rounding has it."""
+    if bounds is None:
+        return None
+    best = bounds[1] - ROUNDING if higher_is_better else bounds[0] + ROUNDING
+    return MetricValue(best, best, best, unit=baseline.unit, delta=Interval.exactly(best - baseline.value), samples=baseline.samples)
 
 
 def size_metrics(model: ONNXModelHandler, checked: Mapping[str, Any], baseline: Mapping[str, MetricValue]) -> dict[str, MetricValue]:

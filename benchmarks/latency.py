@@ -153,15 +153,24 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StopAbove:
-    """A limit that ends a measurement once the candidate is certainly above it: `of` a `ratio` to the baseline, or `ms`; `why` in words."""
+    """A limit that ends a measurement once the candidate is certainly above it: `of` a `ratio` to the baseline, or `ms`; `why` in words.
+
+    `rule` is what the measurement is said to be stopped by. `error`: with what probability, over all looks, it may be ended wrongly. None: it
+    has its part of 2.5 %, by the sign test. A smaller one is that of the choice at the end, which compares many models: then the intervals are
+    those of the choice.
+    """
 
     of: str
     limit: float
     why: str
+    rule: str = "limit"
+    error: float | None = None
 
     def __post_init__(self) -> None:
         if self.of not in ("ratio", "ms") or not self.limit > 0:
             raise ConfigError("latency limit", "it must be a ratio or ms above 0", f"{self.of} {self.limit}")
+        if self.error is not None and not 0 < self.error < 1:
+            raise ConfigError("latency limit", "its error must be above 0 and below 1", repr(self.error))
 
 
 @dataclass(frozen=True)
@@ -169,7 +178,7 @@ class PairedSamples:
     """Every kept run of candidate and baseline, integer nanoseconds, shape (rounds, runs a block), rounds in order.
 
     `session` numbers the session pair of each round, `candidate_first` says who went first in it, and `*_first_ns` are the first
-    runs after opening, shape (session pairs,). `stopped_by`: `ratio_width`, `limit`, `max_rounds` or `max_time`; `why` says which limit.
+    runs after opening, shape (session pairs,). `stopped_by`: `ratio_width`, `max_rounds`, `max_time`, or the rule of a limit; `why` says which.
     `load` is what was seen of the machine in each round, `disturbed` the rounds that it spoilt: they are kept, and repeated, and the
     estimates leave them out. `*_crowd_ns`, shape (session pairs,): how long `crowd_runs` runs took on one session by several threads;
     empty with one. `late`: share of the paced runs that began after their time.
@@ -319,9 +328,9 @@ def measure_paired(
 
     `open_candidate` and `open_baseline` open a fresh session each and return a function that makes one run; both are run equally
     often, so feeds cycled in the same order meet both alike. What a session costs to open counts into the time limit. `limits` end it
-    early, wrongly in at most 2.5 % of the measurements, however often they are looked at. `watch` reads the state of the machine before
-    and after each round: disturbed rounds are repeated, for which time and rounds may grow by half. `timer_ns` times the runs; by default
-    it is what the protocol's clock says.
+    early, wrongly in at most 2.5 % of the measurements (or in the share that a limit states itself), however often they are looked at.
+    `watch` reads the state of the machine before and after each round: disturbed rounds are repeated, for which time and rounds may grow
+    by half. `timer_ns` times the runs; by default it is what the protocol's clock says.
     """
     timer = timer_ns or (time.process_time_ns if protocol.clock == "cpu" else clock_ns)
     rng = np.random.default_rng(seed)
@@ -467,11 +476,13 @@ class _Rounds:
         return over or len(self.session) >= (1 + MORE_FOR_REPEATS) * self.protocol.max_rounds
 
     def _look_at_limits(self, logs: NDArray[np.float64], milliseconds: NDArray[np.float64]) -> None:
-        error = statistics.error_at_look(self.limit_looks.made, LIMIT_ERROR / len(self.limits))
+        sharing = sum(limit.error is None for limit in self.limits)
         for limit in self.limits:
             values, bound = (logs, math.log(limit.limit)) if limit.of == "ratio" else (milliseconds, limit.limit)
-            if statistics.median_above(values, bound, error=error):
-                self.stopped_by, self.why = "limit", limit.why
+            certainly_above = statistics.median_above if limit.error is None else statistics.median_far_above
+            whole = LIMIT_ERROR / sharing if limit.error is None else limit.error
+            if certainly_above(values, bound, error=statistics.error_at_look(self.limit_looks.made, whole)):
+                self.stopped_by, self.why = limit.rule, limit.why
                 return
 
     def samples(self) -> PairedSamples:

@@ -203,6 +203,29 @@ def median_above(values: ArrayLike, limit: float, *, error: float) -> bool:
     return len(array) > 0 and float(binomial_cdf(len(array), 0.5)[at_most]) <= error
 
 
+def widening(units: int, error: float) -> float:
+    """Factor from the 95 % limits of a median of so many values to limits that are wrong, both together, with at most `error`.
+
+    The ratio of Student's t quantiles, since the sign test's own limits move too little; the degrees of freedom are those for which simulated
+    medians, of values with heavier tails than the normal law's too, keep the promise. A count that is not told (0) is taken as large.
+    """
+    if units > 1:
+        degrees = min(units - 1, max(9, units // 2))
+        return student_t_quantile(1 - error / 2, degrees) / student_t_quantile((1 + CONFIDENCE) / 2, degrees)
+    return normal_quantile(1 - error / 2) / normal_quantile((1 + CONFIDENCE) / 2)
+
+
+def median_far_above(values: ArrayLike, limit: float, *, error: float) -> bool:
+    """Say whether the median of independent values lies above a limit by more than its widened interval, wrongly with at most `error`.
+
+    For errors so small that the sign test (`median_above`) would need dozens of values however far away the limit is. It takes the values as
+    about normal; see `widening`. Raises `ValueError` below 2 values.
+    """
+    found = median_interval(values)
+    half = widening(int(np.size(values)), error) * max(found.value - found.low, found.high - found.value)
+    return found.value - half > limit
+
+
 def ratio_interval(candidate: ArrayLike, baseline: ArrayLike) -> Interval:
     """Median of the paired ratios `candidate[i] / baseline[i]` (positive numbers, one pair a session), limits by `median_interval` on logs."""
     logs = np.log(np.asarray(candidate, np.float64)) - np.log(np.asarray(baseline, np.float64))

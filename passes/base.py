@@ -11,12 +11,13 @@ import itertools
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeGuard, Union, get_args, get_origin
 
 from autotune.errors import PassConfigError, PassError, SpaceError, nearest
-from autotune.model import ONNX, PYTORCH, ModelHandler, load_object
+from autotune.model import ONNX, PYTORCH, ModelHandler, ONNXModelHandler, load_object
+from autotune.passes.coverage import coverage_of
 from autotune.passes.findings import Findings
 from autotune.search_spaces.parameters import (
     INACTIVE,
@@ -82,7 +83,8 @@ class PassConfigParam:
 class PassContract:
     """What a pass accepts and promises; the engine enforces it.
 
-    `needs_calibration_when` names parameter values that need calibration data ({} never; {"quant_mode": "static"}: then).
+    `accepts` is the format of models that it takes, `accepts_too` names others. `needs_calibration_when` names parameter values that need
+    calibration data ({} never; {"quant_mode": "static"}: then).
     `execution_providers` and `accelerators` empty: any. `packages` maps an import name to the extra that brings it.
     `data` maps a DATA parameter to the role whose data fills it when the user gives none: `calibration` or `train`.
     `session_only`: changes session settings, never the files. `version` is part of the store's key: raise it with the work.
@@ -101,6 +103,11 @@ class PassContract:
     refuses_quantized_input: bool = False
     data: Mapping[str, str] = field(default_factory=dict)
     session_only: bool = False
+    accepts_too: tuple[str, ...] = ()
+
+    def takes(self, format_: str) -> bool:
+        """Whether a model of this format may come in."""
+        return format_ == self.accepts or format_ in self.accepts_too
 
 
 @dataclass(frozen=True)
@@ -345,11 +352,13 @@ class Pass(ABC):
     def run(self, model: ModelHandler, output_model_path: Path) -> ModelHandler:
         """Check the input against the contract, do the work, and return a handler of files in `output_model_path`.
 
+        Its notes say what share of the model was changed (`coverage_of`), beside what the pass itself tells of that.
+
         Raises `PassError` when the model or the target is not what the contract accepts.
         """
         who = type(self).__name__
         contract, spec = self.contract, self.accelerator_spec
-        if model.format != contract.accepts:
+        if not contract.takes(model.format):
             raise PassError(who, f"takes a model in {contract.accepts} format", model.format, "Put the passes in order.")
         if contract.execution_providers and spec.execution_provider not in contract.execution_providers:
             raise PassError(who, f"is for {', '.join(contract.execution_providers)}", spec.execution_provider, "Leave it out for this target.")
@@ -363,7 +372,10 @@ class Pass(ABC):
             raise PassError(who, f"promises a model in {contract.returns} format", result.format, "This is a mistake in the pass.")
         if result.folder != output_model_path:
             raise PassError(who, "must leave its result in the folder given to it", str(result.folder), "This is a mistake in the pass.")
-        return result
+        if not isinstance(result, ONNXModelHandler) or contract.session_only:
+            return result
+        share = coverage_of(model if isinstance(model, ONNXModelHandler) else None, result)
+        return replace(result, notes={**result.notes, "coverage": {**share, **result.notes.get("coverage", {})}})
 
     def object(self, name: str) -> Any:
         """Return the object that an OBJECT parameter holds or names: `function` (user script) or `script.py:function`.

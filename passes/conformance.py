@@ -173,9 +173,25 @@ def check_run(pass_class: type[Pass], spec: AcceleratorSpec, config: Mapping[str
             _hold(result.digest == before, "a pass that changed nothing must give back the same bytes")
     if pass_class.contract.session_only:
         _hold(result.digest == before, "a pass for session settings must leave the files as they are")
+    else:
+        check_coverage(result)
     reread = handler_from_json(json.loads(json.dumps(result.to_json())))
     check_result_runs(reread, sample)
     return result
+
+
+def check_coverage(result: ModelHandler) -> None:
+    """The notes say what share of the model was changed, and nothing was where the pass says so.
+
+    `Pass.run` counts operators and bytes of weights of ONNX models; of others a pass tells itself what it can count, as `what` and `of_what`.
+    """
+    told = result.notes.get("coverage", {})
+    counted = [name for name in told if f"of_{name}" in told]
+    _hold(bool(counted), "a pass must tell what share of the model it changed, as `coverage` in its notes")
+    for name in counted:
+        share, whole = told[name], told[f"of_{name}"]
+        _hold(0 <= share <= whole, f"the coverage must be a share of what there is; it is {share} of {whole} {name}")
+        _hold(not share or result.notes.get("changed") is not False, f"a pass that changed nothing can't have changed {share} {name}")
 
 
 def check_result_runs(result: ModelHandler, sample: Sample) -> None:

@@ -43,6 +43,7 @@ from autotune.passes.onnx_graph import (
     loads_at_every_level,
     matching_nodes,
     name_every_node,
+    name_values_apart,
     operator_counts,
     unchanged,
     weight_bytes,
@@ -86,7 +87,7 @@ class OnnxBlockwiseQuantization(Pass):
     """Quantize the constant weights of MatMul, Gemm and Gather to 4 or 8 bits in blocks."""
 
     contract = PassContract(
-        accepts=ONNX, returns=ONNX, min_opset=7, refuses_quantized_input=True, data={"calibration_data_dir": "calibration"}, version=1
+        accepts=ONNX, returns=ONNX, min_opset=7, refuses_quantized_input=True, data={"calibration_data_dir": "calibration"}, version=2
     )
 
     @classmethod
@@ -184,6 +185,7 @@ class OnnxBlockwiseQuantization(Pass):
             )  # fmt: skip
         bytes_before, weights_before = weight_bytes(given), float_weights(given)
         name_every_node(given)
+        name_values_apart(given)
         lift_constants(given)
         excluded = frozenset(matching_nodes(given, config.get("nodes_to_exclude") or [], who=WHO, parameter="nodes_to_exclude"))
         sites, left = find_sites(given, settings, excluded)

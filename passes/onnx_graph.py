@@ -66,11 +66,16 @@ def graphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yield a graph and every graph in its nodes (branches of If, bodies of Loop and Scan), outer ones first."""
     yield graph
     for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from graphs_of(attribute.g)
-            for inner in attribute.graphs:
-                yield from graphs_of(inner)
+        for body in bodies_of(node):
+            yield from graphs_of(body)
+
+
+def bodies_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yield the graphs that a node holds: branches of an If, the body of a Loop or Scan."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
 
 
 def operator_counts(proto: onnx.ModelProto) -> dict[str, int]:
@@ -131,6 +136,35 @@ def name_every_node(proto: onnx.ModelProto) -> None:
             seen.add(node.name)
 
 
+def name_values_apart(proto: onnx.ModelProto) -> None:
+    """Rename values, in place, that one body defines under a name that another graph defines too.
+
+    Branches of an If may each have a `t`. Where names are the whole model's, a name alone tells which value is meant.
+    """
+    defined: set[str] = set()
+    taken = value_names(proto)
+
+    def rename(graph: onnx.GraphProto, outer: Mapping[str, str]) -> None:
+        names = dict(outer)
+        own = [*(v.name for v in graph.input), *(t.name for t in graph.initializer), *(name for node in graph.node for name in node.output)]
+        for name in dict.fromkeys(own):
+            names.pop(name, None)
+            if name and name in defined:
+                names[name] = fresh_name(name, taken)
+                taken.add(names[name])
+            defined.add(names.get(name, name))
+        for held in (graph.initializer, graph.value_info, graph.input, graph.output):
+            for value in held:
+                value.name = names.get(value.name, value.name)
+        for node in graph.node:
+            node.input[:] = [names.get(name, name) for name in node.input]
+            node.output[:] = [names.get(name, name) for name in node.output]
+            for body in bodies_of(node):
+                rename(body, names)
+
+    rename(proto.graph, {})
+
+
 def fresh_name(stem: str, taken: set[str] | Mapping[str, Any]) -> str:
     """Return `stem`, or `stem_1`, `stem_2` ...: the first that is free."""
     if stem not in taken:
@@ -186,9 +220,8 @@ def rename_new_initializers(proto: onnx.ModelProto, known: set[str]) -> None:
             for index, name in enumerate(node.input):
                 if name in names:
                     node.input[index] = names[name]
-            for attribute in node.attribute:
-                for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                    rename(inner, names)
+            for body in bodies_of(node):
+                rename(body, names)
 
     rename(proto.graph, {})
 
@@ -316,11 +349,10 @@ def _sort_one(graph: onnx.GraphProto) -> None:
 def _names_taken(node: onnx.NodeProto) -> set[str]:
     """Names a node reads, those that its branches and bodies take from outside included."""
     names = set(node.input)
-    for attribute in node.attribute:
-        for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-            for inner in graphs_of(graph):
-                for part in inner.node:
-                    names.update(part.input)
+    for body in bodies_of(node):
+        for inner in graphs_of(body):
+            for part in inner.node:
+                names.update(part.input)
     return names
 
 

@@ -18,10 +18,11 @@ from autotune.errors import PassError, nearest
 from autotune.model import ONNXModelHandler
 from autotune.passes.base import ONNX, AcceleratorSpec, ModelTraits, ParamCategory, Pass, PassConfigParam, PassContract
 from autotune.passes.calibration import calibration_feeds, visit_activations
-from autotune.passes.onnx_float_to_float16 import (
+from autotune.passes.float16_graph import (
     ADVICE,
     LARGEST,
     SMALLEST,
+    block_list_rows,
     clipped_weights,
     convert,
     count_weights,
@@ -100,14 +101,7 @@ class OnnxMixedPrecision(Pass):
                 search_defaults=Conditional("range_screen", {True: Categorical([4096, 512])}, default=INACTIVE),
                 description="most numbers that a 16-bit node may add up for one result; beyond, float16 sums lose small terms",
             ),
-            "op_block_list": PassConfigParam(
-                type_=list[str],
-                description="operator types to leave in float32, besides those that ONNX Runtime's converter leaves; one that the model lacks "
-                "is refused",
-            ),
-            "node_block_list": PassConfigParam(
-                type_=list[str], description="names of nodes to leave in float32; * and ? match any text. A name that matches nothing is refused",
-            ),
+            **block_list_rows(),
             "value_block_list": PassConfigParam(
                 type_=list[str],
                 description="names of weights and inner values; nodes that take or make them stay in float32. * and ? match any text. A name that "

@@ -158,9 +158,10 @@ def usable_feeds(proto: onnx.ModelProto, io: IoContract, *, data: Path | None = 
 
 
 def compare(
-    before: onnx.ModelProto, after: onnx.ModelProto, io: IoContract, *, data: Path | None = None, who: str, feeds_: Sequence[Arrays] | None = None
-) -> Comparison:
-    """Run both models on the same inputs, at the lowest and at the highest level, and say where their outputs differ.
+    before: onnx.ModelProto, after: onnx.ModelProto, io: IoContract, *, data: Path | None = None, who: str,
+    feeds_: Sequence[Arrays] | None = None, levels: Sequence[str] = LEVELS,
+) -> Comparison:  # fmt: skip
+    """Run both models on the same inputs, at the lowest and at the highest level (or `levels`), and say where their outputs differ.
 
     An output that differs between two runs of the first model (random numbers) is compared by its shape only. Raises `NotComparable`
     when the first model can't be run; a second model that can't be is a fault.
@@ -168,11 +169,11 @@ def compare(
     given, words = (list(feeds_), f"{len(feeds_)} runs") if feeds_ is not None else usable_feeds(before, io, data=data, who=who)
     largest = 0.0
     names = [s.name for s in io.outputs]
-    for level in LEVELS:
+    for level in levels:
         try:
             wanted, again = run_at(before, given, level), run_at(before, given, level)
         except Exception:  # a level that the runtime can't do for the first model tells nothing about the second
-            if level == LEVELS[0]:
+            if level == levels[0]:
                 raise
             continue
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from autotune.passes.calibration import activation_ranges, calibration_feeds
 from autotune.passes.findings import Findings
 from autotune.passes.onnx_graph import (
     default_opset,
+    graphs_of,
     is_quantized,
     keep_io,
     library_errors,
@@ -33,6 +35,7 @@ from autotune.passes.onnx_graph import (
     sort_nodes,
     unchanged,
 )
+from autotune.passes.quantization_bodies import quantize_bodies
 from autotune.passes.quantization_graph import (
     Prepared,
     coverage,
@@ -75,12 +78,23 @@ EIGHT_BITS = ("int8", "uint8")
 SAMPLES: Mapping[str, int] = {  # histograms cost more a sample
     "minmax": 100, "moving_average": 100, "distribution": 100, "entropy": 32, "percentile": 32,
 }  # fmt: skip
-HARM_DEPENDS_ON = ("weight_type", "activation_type", "weight_symmetric", "activation_symmetric", "per_channel", "reduce_range")
+HARM_DEPENDS_ON = (
+    "weight_type", "activation_type", "weight_symmetric", "activation_symmetric", "per_channel", "reduce_range",
+    "op_types_to_exclude_output_quantization",
+)  # fmt: skip
+# Shares, so that small models lose one group or two, and large ones enough to matter: a tenth took two thirds of the error from a transformer
+# of 37 groups, a quarter nine tenths.
+WORST_LEFT_OUT = Conditional("op_types_to_quantize", dict.fromkeys(["all", "conv+matmul"], Categorical([0, 0.1, 0.25])), default=Categorical([0]))
 MOST_REPAIRS = 8  # rounds in which nodes with biases out of bounds are left out; each round finds one at least
 STATIC_ONLY = (
     "activation_type", "activation_symmetric", "quant_format", "power_of_two_scales", "calibrate_method", "percentile", "standard_deviations",
-    "calibration_data_dir", "calibration_samples", "exclude_top_k",
+    "calibration_data_dir", "calibration_samples", "exclude_top_k", "op_types_to_exclude_output_quantization",
 )  # fmt: skip
+
+# A product whose takers are quantized too gets its scale from them, so that with `all` there is next to nothing to choose.
+PRODUCTS_IN_FLOAT = Conditional(
+    "op_types_to_quantize", dict.fromkeys(["matmul", "conv+matmul"], Categorical(["none", "matmul"])), default=Categorical(["none"])
+)
 
 
 def _operator_fault(value: str) -> str:
@@ -90,13 +104,27 @@ def _operator_fault(value: str) -> str:
     return f"all, or operators joined by + (no {unknown[0]!r}: {nearest(unknown[0], known)})" if unknown else ""
 
 
+def _output_fault(value: str) -> str:
+    """What `op_types_to_exclude_output_quantization` should have been; empty when it is fine."""
+    known = {"none", *GROUPS, *QDQ_OPERATORS}
+    unknown = [part for part in value.split("+") if part not in known]
+    if unknown:
+        return f"none, or operators joined by + (no {unknown[0]!r}: {nearest(unknown[0], known)})"
+    return "none alone, or operators joined by +" if "none" in value.split("+") and value != "none" else ""
+
+
 def _operators_of(config: Mapping[str, Any]) -> frozenset[str]:
     if config["quant_mode"] == "dynamic":
         return DYNAMIC_OPERATORS
     return QDQ_OPERATORS if config["quant_format"] == "QDQ" else QOPERATOR_OPERATORS
 
 
-def _static(branch: Categorical) -> Conditional:
+def _share_fault(value: float) -> str:
+    """What `exclude_top_k` should have been; empty when it is fine."""
+    return "a whole number of groups, or a share of them below 1" if isinstance(value, float) and value >= 1 else ""
+
+
+def _static(branch: Categorical | Conditional) -> Conditional:
     return Conditional(parents="quant_mode", support={("static",): branch}, default=INACTIVE)
 
 
@@ -117,7 +145,7 @@ class OnnxQuantization(Pass):
 
     contract = PassContract(
         accepts=ONNX, returns=ONNX, min_opset=10, needs_calibration_when={"quant_mode": "static"}, refuses_quantized_input=True,
-        data={"calibration_data_dir": "calibration"}, version=3,
+        data={"calibration_data_dir": "calibration"}, version=4,
     )  # fmt: skip
 
     @classmethod
@@ -189,6 +217,13 @@ class OnnxQuantization(Pass):
                 description="all, or some of matmul (MatMul, Gemm, Attention), conv (Conv, ConvTranspose) and ONNX operator types, joined by +. "
                 "In dynamic mode all leaves out Conv, which would run some 4 times slower; name it to have it",
             ),
+            "op_types_to_exclude_output_quantization": PassConfigParam(
+                type_=str, default_value=ConditionalDefault("quant_format", {"QDQ": "none"}, default=INACTIVE), check=_output_fault,
+                search_defaults=Conditional("quant_format", {"QDQ": PRODUCTS_IN_FLOAT}, default=INACTIVE),
+                description="operators whose inputs are quantized and whose results are not, named as in op_types_to_quantize, or none. matmul keeps "
+                "the accuracy of transformers, whose products are added up and normalized in float; they still run in 8 bits. A Conv with a float "
+                "result runs in float on CPUs. QDQ only; searched where products stand among float operators",
+            ),
             "per_channel": PassConfigParam(
                 type_=bool, default_value=True, search_defaults=Boolean(),
                 description="one scale for each output channel of a weight instead of one for all; from opset 13 on",
@@ -206,10 +241,10 @@ class OnnxQuantization(Pass):
                 description="names of nodes of the input model to leave in float; * and ? match any text. A name that matches nothing is refused",
             ),
             "exclude_top_k": PassConfigParam(
-                type_=int, minimum=0, default_value=_static_default(0), search_defaults=_static(Categorical([0])),
-                description="how many groups of nodes to leave in float, beginning with the one whose quantization alone changes the outputs most. "
-                "A group is what the runtime fuses. The order is found once for a model and these parameters; it costs a quantization and a few "
-                "runs for each group. Static mode only",
+                type_=int | float, minimum=0, default_value=_static_default(0), check=_share_fault, search_defaults=_static(WORST_LEFT_OUT),
+                description="how many groups of nodes to leave in float, beginning with the one whose quantization alone changes the outputs most; "
+                "below 1 it is a share of the groups, rounded up. A group is what the runtime fuses. The order is found once for a model and these "
+                "parameters; it costs a quantization and a few runs for each group. Static mode only; searched where most operators are quantized",
             ),
             "quant_preprocess": PassConfigParam(
                 type_=bool, default_value=True,
@@ -257,19 +292,26 @@ class OnnxQuantization(Pass):
         name_every_node(named)
         operators = _operator_types(config)
         patterns = {name: config.get(name) for name in ("nodes_to_exclude", "nodes_to_quantize")}
-        named_by = {name: set(matching_nodes(named, p or [], who=who, parameter=name, bodies=False)) for name, p in patterns.items()}
-        excluded, only = ([node for node in named.graph.node if node.name in found] for found in named_by.values())
+        bodies = config["quant_mode"] == "dynamic"
+        # To exclude a node of a body costs nothing where bodies are not entered; to ask for it would be in vain.
+        seen = {"nodes_to_exclude": True, "nodes_to_quantize": bodies}
+        named_by = {name: set(matching_nodes(named, p or [], who=who, parameter=name, bodies=seen[name])) for name, p in patterns.items()}
+        excluded, only = ([n for graph in graphs_of(named.graph) for n in graph.node if n.name in found] for found in named_by.values())
         prepared = prepare(
             named, optimize=config["quant_preprocess"], excluded=excluded, only=only if patterns["nodes_to_quantize"] is not None else None,
-            operators=operators,
+            operators=operators, bodies=bodies,
         )  # fmt: skip
-        possible = quantizable(prepared.proto, operators, prepared.excluded)
+        possible = quantizable(prepared.proto, operators, prepared.excluded, bodies=bodies)
         refuse_wild_weights(prepared.proto, who=who)
         notes: dict[str, Any] = {"operators_before": before, "quantizable_nodes": possible.nodes, **prepared.notes}
         if not possible.nodes:
             return unchanged(model, output_model_path, possible.reason, notes={**notes, "operators_after": before, "quantized_nodes": 0})
+        groups = len(groups_of(prepared.proto, operators, prepared.excluded))
+        if 0 < groups <= _count_of(config.get("exclude_top_k", 0), groups):  # known before anything is calibrated or ordered
+            reason = f"every group of nodes is excluded: there are {groups}"
+            return unchanged(model, output_model_path, reason, notes={**notes, "operators_after": before, "quantized_nodes": 0})
 
-        whole = one_scale(prepared.proto, operators, notes) if config["per_channel"] else []
+        whole = one_scale(prepared.proto, operators, notes, bodies=bodies) if config["per_channel"] else []
         feed = None
         if config["quant_mode"] == "static":
             if str(config.get("calibration_data_dir")) == RANDOM:
@@ -280,12 +322,10 @@ class OnnxQuantization(Pass):
         sort_nodes(quantized.graph)  # the quantizers append what they add
         give_names_back(quantized, prepared.renamed)
         keep_io(quantized, given)
-        covered = coverage(possible, quantized)
+        covered = coverage(possible, quantized, bodies=bodies)
         notes.update(operators_after=operator_counts(quantized), quantized_nodes=covered["nodes"], coverage=covered)
         if not covered["nodes"]:
             reason = notes.get("left_in_float", "ONNX Runtime's quantizer left every weight in float")
-            if len(notes.get("excluded_groups", ())) < config.get("exclude_top_k", 0):
-                reason = f"every group of nodes is excluded: there are {len(notes['excluded_groups'])}"
             return unchanged(model, output_model_path, reason, notes={**notes, "operators_after": before})
         if self.accelerator_spec.execution_provider == "CPUExecutionProvider":
             with library_errors(who, "what ONNX Runtime's quantizer makes must load and run", "Leave out operators, or choose other types."):
@@ -382,6 +422,9 @@ class _Static:
             options["TensorQuantOverrides"] = {n: [{"quant_type": types[config["weight_type"]]}] for n in self.one_scale}
         ranges = copy.copy(self.ranges)
         ranges.data = dict(self.ranges.data)  # the quantizer changes some
+        kept = config.get("op_types_to_exclude_output_quantization", "none")
+        if kept != "none":
+            options["OpTypesToExcludeOutputQuantization"] = sorted({op for part in kept.split("+") for op in GROUPS.get(part, (part,))})
         copied = type(self.prepared.proto)()
         copied.CopyFrom(self.prepared.proto)
         given: tuple[Any, ...] = (
@@ -456,7 +499,8 @@ def _quantize_static(
     left.update(dict.fromkeys(sorted(cut), "others need its input as it is, and the quantizer would cut it off"))
     quantize = _Static(who, prepared, operators, ranges, whole, config)
     if config["exclude_top_k"]:
-        worst = _by_harm(this.findings, quantize, frozenset(left), Path(data), model)[: config["exclude_top_k"]]
+        ordered = _by_harm(this.findings, quantize, frozenset(left), Path(data), model)
+        worst = ordered[: _count_of(config["exclude_top_k"], len(ordered))]
         notes["excluded_groups"] = [{**entry, "nodes": [prepared.renamed.get(n, n) for n in entry["nodes"]]} for entry in worst]
         prepared = replace(prepared, excluded=prepared.excluded.union(*(entry["nodes"] for entry in worst)))
     result = _repaired(quantize, prepared.excluded, left)
@@ -469,6 +513,11 @@ def _quantize_static(
     return result, next(walk())
 
 
+def _count_of(wanted: float, groups: int) -> int:
+    """How many groups `exclude_top_k` means: it, or that share of them, rounded up."""
+    return math.ceil(wanted * groups) if isinstance(wanted, float) else wanted
+
+
 def _by_harm(findings: Findings, quantize: _Static, left: frozenset[str], data: Path, model: ONNXModelHandler) -> list[dict[str, Any]]:
     """Groups of nodes by measured harm, largest first; found once for the same model, ranges, rows and parameters."""
     proto, excluded = quantize.prepared.proto, quantize.prepared.excluded | left
@@ -476,12 +525,12 @@ def _by_harm(findings: Findings, quantize: _Static, left: frozenset[str], data: 
     rows = min(rows_for(len(groups)), quantize.config["calibration_samples"])
     feeds = list(calibration_feeds(data, model.io, rows, who=quantize.who)())
     # QDQ computes in float what the other format computes in whole numbers: one order serves both.
-    whole = replace(quantize, config={**quantize.config, "quant_format": "QDQ"})
+    whole = replace(quantize, config={"op_types_to_exclude_output_quantization": "none", **quantize.config, "quant_format": "QDQ"})
     facts = {
         "version": OnnxQuantization.contract.version, "libraries": library_versions(), "model": content_of(proto), "groups": groups,
         "ranges": content_of_arrays([{f"{n} {i}": v for n, d in quantize.ranges.items() for i, v in enumerate(d.range_value)}]),
         "rows": content_of_arrays(feeds), "one_scale": list(quantize.one_scale),
-        **{name: quantize.config.get(name) for name in HARM_DEPENDS_ON},
+        **{name: whole.config.get(name) for name in HARM_DEPENDS_ON},
     }  # fmt: skip
     found: list[dict[str, Any]] = findings.once("harm", facts, lambda: by_harm(proto, groups, whole(excluded), feeds))
     return found
@@ -510,7 +559,12 @@ def _quantize_dynamic(who: str, prepared: Prepared, operators: list[str], one_sc
         options["WeightSymmetric"] = config["weight_symmetric"]
     copied = type(prepared.proto)()
     copied.CopyFrom(prepared.proto)
+
+    def quantize(proto: onnx.ModelProto) -> onnx.ModelProto:
+        given: tuple[Any, ...] = (weight_type, QuantType.QUInt8, None, [], excluded, operators, options)
+        return _by_operators(proto, config, one_scale, QuantizationMode.IntegerOps, False, *given)
+
     with library_errors(who, "the model must be one that ONNX Runtime's dynamic quantizer takes"), quiet():
-        return _by_operators(
-            copied, config, one_scale, QuantizationMode.IntegerOps, False, weight_type, QuantType.QUInt8, None, [], excluded, operators, options
-        )
+        result = quantize(copied)
+        quantize_bodies(result, operators, frozenset(excluded), quantize)
+    return result

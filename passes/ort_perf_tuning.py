@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,9 +103,19 @@ class OrtPerfTuning(Pass):
                 description="profile a few runs under these settings, on made-up numbers, and put into the notes where each node ran and how long; "
                 "the session itself is not profiled",
             ),
+            "enable_mem_reuse": PassConfigParam(
+                type_=bool, default_value=True, description="let an intermediate value take the place of one that is no longer needed"
+            ),
+            "execution_order": PassConfigParam(
+                type_=Literal["default", "priority_based"], default_value="default", description="the order in which the graph's nodes run"
+            ),
             "config_entries": PassConfigParam(
-                type_=dict | None, check=_fault_of_entries,
-                description="further session config entries, by key; only those that this ONNX Runtime honours",
+                type_=dict | None, check=partial(_fault_of_entries, "config_entries", accelerator_spec.execution_provider),
+                description="further session config entries, by key; only those that this ONNX Runtime honours (docs/session-options.md)",
+            ),
+            "run_config_entries": PassConfigParam(
+                type_=dict | None, check=partial(_fault_of_entries, "run_config_entries", accelerator_spec.execution_provider),
+                description="config entries of every run, by key; only those that this ONNX Runtime honours (docs/session-options.md)",
             ),
         }  # fmt: skip
 
@@ -119,6 +130,8 @@ class OrtPerfTuning(Pass):
         notes: dict[str, Any] = {"changed": bool(different), "settings": different}
         if not different:
             notes["reason"] = "these are the settings that the model had already"
+        if settings.unproven():
+            notes["unproven"] = settings.unproven()
         if config["enable_profiling"]:
             notes["profile"] = _profile(replace(model, folder=output_model_path, session=settings))
         return replace(model, folder=output_model_path, session=settings, notes=notes)
@@ -174,14 +187,15 @@ def _when_tuned_for(types: tuple[str, ...], choices: Categorical, otherwise: Cat
     return Conditional("tuning_type", {(t,): choices for t in types}, default=otherwise)
 
 
-def _fault_of_entries(entries: Mapping[str, Any]) -> str:
-    """Words for what is wrong with config entries; empty when ONNX Runtime would honour them all."""
+def _fault_of_entries(name: str, provider: str, entries: Mapping[str, Any]) -> str:
+    """Words for what is wrong with config entries of the session or of its runs; empty when ONNX Runtime would honour them all."""
     governed = {INTRA_SPINNING: "allow_spinning", INTER_SPINNING: "allow_spinning"}
     for key in entries:
         if key in governed:
             return f"without {key}, which {governed[key]} sets"
+    given: dict[str, Any] = {name: _as_text(entries)}
     try:
-        SessionSettings(config_entries=_as_text(entries))
+        SessionSettings(execution_provider=provider, **given)
     except ConfigError as error:
         return f"a mapping in which {error.must} ({error.got}; {error.do})"
     return ""
@@ -211,7 +225,10 @@ def _settings(before: SessionSettings, config: Mapping[str, Any]) -> SessionSett
             graph_optimization_level=config["graph_optimization_level"],
             enable_cpu_mem_arena=config["enable_cpu_mem_arena"],
             enable_mem_pattern=config.get("enable_mem_pattern", False),
+            enable_mem_reuse=config["enable_mem_reuse"],
+            execution_order=config["execution_order"],
             config_entries=entries,
+            run_config_entries={**before.run_config_entries, **_as_text(config["run_config_entries"] or {})},
         )
     except ConfigError as error:
         raise PassConfigError("OrtPerfTuning", error.must, error.got, error.do) from error

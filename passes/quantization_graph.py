@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import numpy as np
 from autotune.errors import PassError
 from autotune.model import LARGE_BYTES, message_bytes
 from autotune.passes.onnx_graph import (
+    bodies_of,
     default_opset,
     fresh_name,
     graphs_of,
@@ -24,6 +25,7 @@ from autotune.passes.onnx_graph import (
     keep_io,
     lift_constants,
     name_every_node,
+    name_values_apart,
     optimize_by_session,
     quiet,
     rename_new_initializers,
@@ -58,12 +60,18 @@ class Prepared:
 
 
 def prepare(
-    named: onnx.ModelProto, *, optimize: bool, excluded: Sequence[onnx.NodeProto], only: Sequence[onnx.NodeProto] | None, operators: Iterable[str]
+    named: onnx.ModelProto,
+    *,
+    optimize: bool,
+    excluded: Sequence[onnx.NodeProto],
+    only: Sequence[onnx.NodeProto] | None,
+    operators: Iterable[str],
+    bodies: bool,
 ) -> Prepared:
     """Fold and fuse by ONNX Runtime's basic level, infer shapes, lift constants, and give weights and biases that need it a copy each.
 
     Nodes to exclude, and the `only` ones to quantize, are looked up again afterwards: fusions rename nodes. Where one that would be quantized
-    can't be found, nothing is fused.
+    can't be found, nothing is fused. With `bodies`, those of If, Loop and Scan are made ready too, and no two graphs define the same name.
     """
     notes: dict[str, Any] = {}
     proto = named
@@ -96,26 +104,29 @@ def prepare(
         proto = copied
     name_every_node(proto)
     lift_constants(proto)
-    _fold_factors(proto)
+    if bodies:
+        name_values_apart(proto)
+    entered = list(graphs_of(proto.graph)) if bodies else [proto.graph]
+    _fold_factors(proto, entered)
     _own_biases(proto)
-    _own_weights(proto)
+    _own_weights(proto, entered)
     if only is not None:
-        out |= {node.name for node in proto.graph.node if node.name not in kept}
+        out |= {node.name for graph in entered for node in graph.node if node.name not in kept}
     renamed = free_names(proto)
     new_names = {old: new for new, old in renamed.items()}
     return Prepared(proto, frozenset(new_names.get(name, name) for name in out), notes, renamed)
 
 
-def _fold_factors(proto: onnx.ModelProto) -> None:
-    """Multiply the factors of a Gemm into its constant weight and bias.
+def _fold_factors(proto: onnx.ModelProto, entered: Sequence[onnx.GraphProto]) -> None:
+    """Multiply the factors of a Gemm into its constant weight and bias, in the graphs that are to be quantized.
 
     ONNX Runtime's quantizers lose `beta` (the bias is added as it stands), and the dynamic one leaves a Gemm with factors in float.
     """
     from onnx import numpy_helper
 
-    initializers = {t.name: t for t in proto.graph.initializer}
+    initializers = {t.name: t for graph in entered for t in graph.initializer}
     taken = value_names(proto)
-    for node in proto.graph.node:
+    for node in (node for graph in entered for node in graph.node):
         if node.op_type != "Gemm" or not (len(node.input) > 1 and node.input[1] in initializers):
             continue
         for attribute, index in (("alpha", 1), ("beta", 2)):
@@ -139,14 +150,15 @@ def _find_again(proto: onnx.ModelProto, excluded: Sequence[onnx.NodeProto]) -> t
 
     A node is the same if it has the name, or gives the same output, or multiplies by the same weight.
     """
-    by_name = {node.name: node for node in proto.graph.node}
+    nodes = [node for graph in graphs_of(proto.graph) for node in graph.node]
+    present = {node.name for node in nodes}
     weights = initializer_names(proto)
     names, lost = set(), []
     for node in excluded:
-        same = [node.name] if node.name in by_name else []
-        same = same or [n.name for n in proto.graph.node if set(n.output) & set(node.output)]
+        same = [node.name] if node.name in present else []
+        same = same or [n.name for n in nodes if set(n.output) & set(node.output)]
         held = set(node.input) & weights
-        same = same or [n.name for n in proto.graph.node if held & set(n.input)]
+        same = same or [n.name for n in nodes if held & set(n.input)]
         names.update(same)
         if not same:
             lost.append(node.name)
@@ -213,16 +225,16 @@ def _own_biases(proto: onnx.ModelProto) -> None:
         node.input[2] = own.name
 
 
-def _own_weights(proto: onnx.ModelProto) -> None:
-    """Give nodes that take a weight along different axes a copy each.
+def _own_weights(proto: onnx.ModelProto, entered: Sequence[onnx.GraphProto]) -> None:
+    """Give nodes that take a weight along different axes a copy each, in the graphs that are to be quantized.
 
     Quantized per channel once, for the axis of the first node, a weight is silently wrong for a Gemm that takes it transposed.
     """
-    initializers = {t.name: t for t in proto.graph.initializer}
+    initializers = {t.name: t for graph in entered for t in graph.initializer}
     taken = value_names(proto)
     copies: dict[tuple[str, str], str] = {}
     first: dict[str, str] = {}
-    for node in proto.graph.node:
+    for node in (node for graph in entered for node in graph.node):
         for index in WEIGHTED.get(node.op_type, ()):
             name = node.input[index] if index < len(node.input) else ""
             if name not in initializers or len(initializers[name].dims) < 2:
@@ -241,41 +253,59 @@ def _own_weights(proto: onnx.ModelProto) -> None:
             node.input[index] = copies[name, axis]
 
 
+NOT_OBSERVED = "static ranges are found by looking at values while the model runs, and those inside of bodies can't be looked at"
+SETTLE = "OnnxDynamicToFixedShape settles an If that inputs or shapes decide (fixed_inputs), and OnnxModelOptimizer one that constants do"
+NOT_CONSTANT = "excluded, of a type that is not quantized, or without a constant weight"
+
+
 @dataclass(frozen=True)
 class Quantizable:
-    """How many nodes of the chosen types hold constant weights, why it is none, and what nobody looks at because it is inside of bodies."""
+    """How many nodes of the chosen types hold constant weights, and why it is none; how many of them are inside of bodies."""
 
     nodes: int
     reason: str
-    in_bodies: Mapping[str, int]
+    in_bodies: int = 0
 
 
-def quantizable(proto: onnx.ModelProto, operators: Iterable[str], excluded: frozenset[str]) -> Quantizable:
-    """Count what the quantizers can quantize in the main graph."""
+def quantizable(proto: onnx.ModelProto, operators: Iterable[str], excluded: frozenset[str], *, bodies: bool) -> Quantizable:
+    """Count what the quantizers can quantize in the main graph and, with `bodies`, in those of If, Loop and Scan."""
     wanted = set(operators)
-    weights = {t.name for t in proto.graph.initializer if t.data_type == float_type()}
-
-    def weighted(node: onnx.NodeProto) -> bool:
-        return any(i < len(node.input) and node.input[i] in weights for i in WEIGHTED.get(node.op_type, ()))
-
-    chosen = [n for n in proto.graph.node if n.op_type in wanted]
-    kept = [n for n in chosen if n.name not in excluded]
-    count = sum(map(weighted, kept))
-    inside = Counter(n.op_type for graph in list(graphs_of(proto.graph))[1:] for n in graph.node if n.op_type in WEIGHTED)
-    inside.update(n.op_type for f in proto.functions for n in f.node if n.op_type in WEIGHTED)
-    listed = ", ".join(f"{number} {name}" for name, number in sorted(inside.items()))
+    entered = list(graphs_of(proto.graph)) if bodies else [proto.graph]
+    weights = {t.name for graph in entered for t in graph.initializer if t.data_type == float_type()}
+    chosen = [[n for n in graph.node if n.op_type in wanted] for graph in entered]
+    kept = [[n for n in nodes if n.name not in excluded] for nodes in chosen]
+    counts = [sum(bool(weights_taken(n, weights)) for n in nodes) for nodes in kept]
     reason = ""
-    if chosen and not kept:
+    if any(chosen) and not any(kept):
         reason = "every node of the chosen types is excluded"
-    elif not count:
+    elif not sum(counts):
         heavy = sorted(set(WEIGHTED) & wanted) or sorted(wanted)
-        reason = f"no {'/'.join(heavy)} with constant float32 weights in the main graph"
-        if listed:
+        reason = f"no {'/'.join(heavy)} with constant float32 weights{'' if bodies else ' in the main graph'}"
+        left = float_in_bodies(proto)
+        if left:
+            listed = ", ".join(f"{number} {name}" for name, number in left.items())
             reason += f"; {listed} are inside bodies of If, Loop, Scan or of the model's own functions, which stay float"
-    return Quantizable(count, reason, dict(sorted(inside.items())))
+            reason += f": {NOT_CONSTANT if bodies else f'{NOT_OBSERVED}. {SETTLE}'}"
+    return Quantizable(sum(counts), reason, sum(counts[1:]))
 
 
-def coverage(possible: Quantizable, result: onnx.ModelProto) -> dict[str, Any]:
+def weights_taken(node: onnx.NodeProto, weights: Container[str]) -> list[str]:
+    """Names of the constants that a node takes where its operator has its weights."""
+    return [node.input[i] for i in WEIGHTED.get(node.op_type, ()) if i < len(node.input) and node.input[i] in weights]
+
+
+def float_in_bodies(proto: onnx.ModelProto) -> dict[str, int]:
+    """Count, by operator, the nodes of types that can hold weights and are float, in bodies and in the model's own functions.
+
+    A Gather counts where it looks up rows of a constant table: most of the others pick sizes from shapes.
+    """
+    tables = {t.name for graph in graphs_of(proto.graph) for t in graph.initializer if len(t.dims) > 1 and t.data_type in _floats()}
+    bodies = [*(graph.node for graph in list(graphs_of(proto.graph))[1:]), *(f.node for f in proto.functions)]
+    float_ones = (n for nodes in bodies for n in nodes if n.op_type in WEIGHTED and (n.op_type != "Gather" or n.input[0] in tables))
+    return dict(sorted(Counter(n.op_type for n in float_ones).items()))
+
+
+def coverage(possible: Quantizable, result: onnx.ModelProto, *, bodies: bool) -> dict[str, Any]:
     """Tell what share was quantized: nodes that hold weights, and elements of weights (rank 2 and more); and what bodies keep in float."""
     elements: Counter[bool] = Counter()
     for graph in graphs_of(result.graph):
@@ -283,8 +313,14 @@ def coverage(possible: Quantizable, result: onnx.ModelProto) -> dict[str, Any]:
             if len(tensor.dims) > 1 and (tensor.data_type in _floats() or tensor.data_type in _small_integers()):
                 elements[tensor.data_type in _small_integers()] += int(np.prod(tensor.dims))
     share = elements[True] / max(elements.total(), 1)
-    found: dict[str, Any] = {"nodes": quantized_nodes(result), "of_nodes": possible.nodes, "weights": round(share, 4)}
-    return {**found, "float_in_bodies": dict(possible.in_bodies)} if possible.in_bodies else found
+    nodes = list(map(_quantized_nodes(result), graphs_of(result.graph) if bodies else [result.graph]))
+    found: dict[str, Any] = {"nodes": sum(nodes), "of_nodes": possible.nodes, "weights": round(share, 4)}
+    if possible.in_bodies:
+        found.update(nodes_in_bodies=sum(nodes[1:]), of_nodes_in_bodies=possible.in_bodies)
+    left = float_in_bodies(result)
+    if left:
+        found.update(float_in_bodies=left, float_in_bodies_because=NOT_CONSTANT if bodies else NOT_OBSERVED)
+    return found
 
 
 def wrongly_removed(proto: onnx.ModelProto, operators: Iterable[str], *, by_operators: bool) -> list[str]:
@@ -311,11 +347,10 @@ def wrongly_removed(proto: onnx.ModelProto, operators: Iterable[str], *, by_oper
 
 def _names_inside(node: onnx.NodeProto) -> Iterator[str]:
     """Names that the bodies of a node take, or give back, whether they are their own or from outside."""
-    for attribute in node.attribute:
-        for outer in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-            for graph in graphs_of(outer):
-                yield from (name for part in graph.node for name in part.input)
-                yield from (v.name for v in graph.output)
+    for body in bodies_of(node):
+        for graph in graphs_of(body):
+            yield from (name for part in graph.node for name in part.input)
+            yield from (v.name for v in graph.output)
 
 
 def hold_floats(proto: onnx.ModelProto) -> list[str]:
@@ -349,21 +384,22 @@ def refuse_wild_weights(proto: onnx.ModelProto, *, who: str) -> None:
     """Raise `PassError` for weights that are not finite: no scale can be found for them, and the quantizer would not say so."""
     from onnx import numpy_helper
 
-    for tensor in proto.graph.initializer:
+    for tensor in (t for graph in graphs_of(proto.graph) for t in graph.initializer):
         if tensor.data_type == float_type() and len(tensor.dims) > 1 and not np.isfinite(numpy_helper.to_array(tensor)).all():
             raise PassError(who, "weights must be finite", f"NaN or infinity in {tensor.name!r}", "Mend the model, or exclude what it feeds.")
 
 
-def one_scale(proto: onnx.ModelProto, operators: Iterable[str], notes: dict[str, Any]) -> list[str]:
+def one_scale(proto: onnx.ModelProto, operators: Iterable[str], notes: dict[str, Any], *, bodies: bool) -> list[str]:
     """Name the weights that keep one scale where others have one a channel, and say so in the notes.
 
     MatMul weights of rank 3 and more: the quantizer fails on them, or the model fails to run. Grouped ConvTranspose: its weight has fewer
     channels than its bias, and the quantizer stops at that. Weights on the left of a MatMul: their columns are no channels of the output.
     """
     chosen = set(operators)
-    ranks = {t.name: len(t.dims) for t in proto.graph.initializer}
+    entered = list(graphs_of(proto.graph)) if bodies else [proto.graph]
+    ranks = {t.name: len(t.dims) for graph in entered for t in graph.initializer}
     found: dict[str, set[str]] = {}
-    for node in proto.graph.node:
+    for node in (node for graph in entered for node in graph.node):
         if node.op_type not in chosen:
             continue
         if node.op_type == "MatMul":
@@ -396,12 +432,18 @@ def _small_integers() -> tuple[int, ...]:
     return (int(onnx.TensorProto.INT8), int(onnx.TensorProto.UINT8), int(onnx.TensorProto.INT4), int(onnx.TensorProto.UINT4))
 
 
-def quantized_nodes(proto: onnx.ModelProto) -> int:
-    """Nodes that work with weights of 8 bits or fewer: integer forms of operators that hold weights, and float ones behind a DequantizeLinear.
+def _quantized_nodes(proto: onnx.ModelProto) -> Callable[[onnx.GraphProto], int]:
+    """Count the nodes of a graph of the model that work with weights of 8 bits or fewer.
 
-    A weight is told from a zero point by its rank, 2 or more.
+    These are integer forms of operators that hold weights, and float ones behind a DequantizeLinear. A weight is told from a zero point by its
+    rank, 2 or more.
     """
-    small = {t.name for t in proto.graph.initializer if t.data_type in _small_integers() and len(t.dims) > 1}
-    dequantized = {name for n in proto.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in small for name in n.output}
-    holders = [n for n in proto.graph.node if any(name in n.op_type for name in WEIGHTED)]  # MatMulInteger, QLinearConv, QGemm ...
-    return sum(not (small | dequantized).isdisjoint(n.input) for n in holders)
+    nodes = [node for graph in graphs_of(proto.graph) for node in graph.node]
+    small = {t.name for graph in graphs_of(proto.graph) for t in graph.initializer if t.data_type in _small_integers() and len(t.dims) > 1}
+    quantized = small | {name for n in nodes if n.op_type == "DequantizeLinear" and n.input[0] in small for name in n.output}
+
+    def count(graph: onnx.GraphProto) -> int:
+        holders = (n for n in graph.node if any(name in n.op_type for name in WEIGHTED))  # MatMulInteger, QLinearConv, QGemm ...
+        return sum(not quantized.isdisjoint(n.input) for n in holders)
+
+    return count

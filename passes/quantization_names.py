@@ -45,7 +45,7 @@ def free_names(proto: onnx.ModelProto) -> dict[str, str]:
     stem = fresh_stem("inner", known)
     numbered = {old: f"{stem}_{number}" for number, old in enumerate(sorted(of_values))}
     _pass_on(proto, {old: new for old, new in numbered.items() if old in fixed})
-    _rename_values(proto, {old: new for old, new in numbered.items() if old not in fixed})
+    rename_values(proto, {old: new for old, new in numbered.items() if old not in fixed})
     renamed = {old: f"{stem}_node_{number}" for number, old in enumerate(sorted(of_nodes))}
     for graph in graphs_of(proto.graph):
         for node in graph.node:
@@ -80,7 +80,7 @@ def _bases(name: str, known: set[str]) -> set[str]:
     return {name[: match.start()] for match in _ADDED.finditer(name) if match.start()} & known
 
 
-def _rename_values(proto: onnx.ModelProto, names: Mapping[str, str]) -> None:
+def rename_values(proto: onnx.ModelProto, names: Mapping[str, str]) -> None:
     """Rename values wherever they are made, taken or described, bodies included."""
     if not names:
         return

@@ -90,15 +90,31 @@ def call(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
 
 def flat_outputs(outputs: object) -> list[torch.Tensor]:
     """List the tensors in what a module gave back (tensor, tuple, list, dict, nested), in order."""
+    return [tensor for _, tensor in named_outputs(outputs)]
+
+
+def named_outputs(outputs: object) -> list[tuple[str, torch.Tensor]]:
+    """The same with a name for each: its key in a dict, else `output`, `output_1`, ...; no name twice."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for key, tensor in _flat(outputs, ""):
+        taken = {name for name, _ in found}
+        wanted = key or ("output" if not found else f"output_{len(found)}")
+        free = next(name for name in (wanted, *(f"{wanted}_{i}" for i in range(1, len(found) + 2))) if name not in taken)
+        found.append((free, tensor))
+    return found
+
+
+def _flat(outputs: object, key: str) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
 
     if isinstance(outputs, torch.Tensor):
-        return [outputs]
-    if isinstance(outputs, Mapping):
-        return [t for value in outputs.values() for t in flat_outputs(value)]
-    if isinstance(outputs, list | tuple):
-        return [t for value in outputs for t in flat_outputs(value)]
-    return []
+        yield key, outputs
+    elif isinstance(outputs, Mapping):
+        for name, value in outputs.items():
+            yield from _flat(value, f"{key}_{name}" if key else str(name))
+    elif isinstance(outputs, list | tuple):
+        for value in outputs:
+            yield from _flat(value, key)
 
 
 def first_lines(error: BaseException, *, lines: int = 3, width: int = 400) -> str:

@@ -127,7 +127,10 @@ class TorchPruning(Pass):
             if not all(bool(torch.isfinite(t).all()) for t in module.state_dict().values() if t.dtype.is_floating_point):
                 raise PassError("TorchPruning", "training must leave finite weights", "infinite or no numbers", "Lower learning_rate.")
             after = _sizes_of(module)
-            notes = {"changed": bool(pruned or epochs), **_as_notes(before, after), "pruned_groups": len(pruned), "fine_tune_epochs": epochs}
+            notes = {
+                "changed": bool(pruned or epochs), **_as_notes(before, after), "pruned_groups": len(pruned), "fine_tune_epochs": epochs,
+                "coverage": {"parameters": before[1] if epochs else before[1] - after[1], "of_parameters": before[1]},
+            }  # fmt: skip
             if not pruned:
                 notes["reason"] = (
                     "keep_ratio 1 keeps every channel"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from autotune.bundle import BUNDLE_FILE, verify_bundle
+from autotune.bundle import BUNDLE_FILE, run_samples, verify_bundle
 from autotune.digest import files_under
 from autotune.errors import VerificationError
 from autotune.sweep.result import SweepResult
@@ -49,6 +49,21 @@ def test_the_readme_runs_the_model_with_onnxruntime_and_numpy_alone(bundle: Path
 
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) < 1e-4
+
+
+def test_run_options_of_a_bundle_reach_the_runtime_in_the_readme_and_in_verify(bundle: Path) -> None:
+    path = bundle / "session.json"
+    session = json.loads(path.read_text())
+    assert session["run_config_entries"] == session["read_back"]["run_config_entries"] == {}
+    path.write_text(json.dumps({**session, "run_config_entries": {"memory.enable_memory_arena_shrinkage": "cpu:7"}}))  # there is no such arena
+    code = re.search(r"```python\n(.*?)```", (bundle / "README.md").read_text(), re.S)
+    assert code is not None
+
+    done = subprocess.run([sys.executable, "-c", code[1]], cwd=bundle, capture_output=True, text=True, check=False)
+
+    assert "memory arena shrink list" in done.stderr
+    with pytest.raises(Exception, match="memory arena shrink list"):
+        run_samples({"bundle": str(bundle), "samples": 1, "tolerance": 1e-3, "exact": False})
 
 
 def test_a_flipped_byte_in_any_file_is_found_and_the_file_named(bundle: Path) -> None:

@@ -6,15 +6,19 @@ import io
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autotune.constraints import judge_all, parse_constraint
 from autotune.digest import dump_json
-from autotune.records import Cause, Interval, MetricValue, Status, TrialRecord
-from autotune.report import clean, print_report, render_report, scatter
+from autotune.pipeline import Pipeline
+from autotune.records import Cause, Interval, MetricValue, StageRecord, Status, TrialRecord
+from autotune.report import clean, hints, print_report, render_report, scatter
 from autotune.selection import Objective, select, verdict_sentence
+from autotune.sweep.result import SweepResult
+from autotune.trial import TrialPlan, TrialRunner
 
 PATH = "/a/long/path/to/a/folder/of/runs/that/does/not/fit/on/forty/columns/best.bundle"
 UNITS = {"accuracy": "share", "latency": "ms", "size": "bytes"}
@@ -299,6 +303,68 @@ def test_a_terminal_gets_bold_headings_unless_it_wants_no_colour(monkeypatch: py
 
     assert "\x1b[1mFront\x1b[0m" in coloured.getvalue()
     assert "\x1b" not in plain.getvalue()
+
+
+# ---- what the evidence of the stages holds
+
+
+def with_notes(number: int, *, key: str = "k", unchanged: str = "", check: Any = None, latency: Any = None) -> TrialRecord:
+    stages = (StageRecord("quantize", 0.1, key=key), StageRecord("check", 0.1, notes=check or {}), StageRecord("latency", 1.0, notes=latency or {}))
+    return replace(RECORDS[2], number=number, stages=stages, unchanged=unchanged)
+
+
+def test_passes_without_effect_are_called_so_and_settings_alone_are_not() -> None:
+    same = "the model has the baseline's operators"
+    records = [with_notes(n, check={"no_op": same}) for n in (3, 4)]
+    records += [with_notes(5, unchanged="no byte differs"), with_notes(6, key="", check={"no_op": same}), with_notes(7, check={"no_op": ""})]
+
+    assert hints(records) == [f"passes without effect in t-0003, t-0004: {same}", "passes without effect in t-0005: no byte differs"]
+
+
+def test_denormal_numbers_are_told_with_what_to_try() -> None:
+    words = "5.0% of the values of 'w' are denormal, which is slow on many CPUs; try the session's config entry session.set_denormal_as_zero: '1'"
+    records = [with_notes(n, check={"denormals": {"looked": True, "hint": hint}}) for n, hint in ((3, words), (4, ""), (5, words))]
+
+    assert hints(records) == [f"t-0003, t-0005: {words}"]
+
+
+def test_disturbed_rounds_are_counted_and_named_the_worst_first() -> None:
+    quiet = {"rounds": 20, "rounds_disturbed": 0, "rounds_used": 20, "noisy": False, "foreign_load": 0.01}
+    some, most = {**quiet, "rounds_disturbed": 2, "rounds_used": 18}, {**quiet, "rounds_disturbed": 15, "noisy": True}
+
+    found = hints([with_notes(3, latency=quiet), with_notes(4, latency=some), with_notes(5, latency=most)])
+
+    assert found == [
+        "17 of 60 timed rounds were disturbed by something else on the machine, and repeated (t-0005 15 of 20, t-0004 2 of 20)",
+        "too few rounds were left undisturbed, so all of them count, in t-0005",
+        "noisy, the interval of the ratio being wider than a tenth of it: t-0005",
+    ]
+    assert hints([with_notes(3, latency={**quiet, "foreign_load": 0.4})]) == [
+        "others took 40% of the CPUs' time while models were timed (median of the trials)"
+    ]
+    assert hints([with_notes(3, latency={"rounds": 4, "rounds_disturbed": None})]) == []  # where nobody watched
+
+
+def test_the_page_has_them_before_its_notes_and_without_what_steers_a_terminal() -> None:
+    records = [*RECORDS, with_notes(8, check={"denormals": {"hint": "\x1b[2J50% of the values of '\u202ew' are denormal"}})]
+
+    text = page(140, records, notes=["a note"])
+
+    assert text.index("Worth knowing") < text.index("- t-0008: 50% of the values of 'w' are denormal") < text.index("- a note")
+    assert "Worth knowing" not in page()
+
+
+def test_a_real_pass_that_finds_nothing_to_do_is_said_to_have_had_no_effect(finished: SweepResult, tmp_path: Path) -> None:
+    plan = TrialPlan.load(finished.run)
+    chain = [{"slot": "upgrade", "pass": "OnnxOpsetUpgrade", "params": {"target_opset": plan.facts.opset}}]
+    sweep = plan.sweep.changed({("chain",): chain})
+    pipeline = Pipeline(sweep, plan.facts)
+    with TrialRunner(tmp_path, sweep) as runner:
+        record = runner.run(replace(plan, run=tmp_path, sweep=sweep), pipeline, 7, pipeline.default_point(), "sampler")
+
+    assert record.stages[0].pass_name == "OnnxOpsetUpgrade"
+    assert hints([record]) == ["passes without effect in t-0007: no byte of the model and no session setting differs from the baseline"]
+    assert not [h for h in hints(finished.records) if h.startswith("passes without effect")]  # each of its passes quantizes
 
 
 # ---- scatter

@@ -13,15 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.capabilities import Answer, Capabilities, Fact, capabilities_of
+from autotune.chain_rules import opset_of
 from autotune.config import LoadedSweep, parse_sweep
 from autotune.errors import ConfigError, EnvironmentFault, PassConfigError, SpaceError
 from autotune.foresight import Place
 from autotune.model import ONNX, PYTORCH
+from autotune.pass_rules import Context
 from autotune.passes import registry
 from autotune.passes.base import ModelTraits, Pass, PassConfigParam, PassContract
 from autotune.pipeline import InputFacts, Pipeline
 from autotune.records import Status
-from autotune.rules import RULES, Context, Finding, Judge, opset_of
+from autotune.rules import RULES, Finding, Judge
 from autotune.search_spaces.parameters import INACTIVE, INVALID, Categorical, Conditional
 from autotune.search_spaces.space import Alternative, Slot, compile_space, enumerate_points, point_key
 from autotune.sweep.prepare import prepare, probe_provider
@@ -131,14 +133,10 @@ FLOAT_ONLY = PassContract(refuses_quantized_input=True)
         ("gpu-only-method", ({"traits": AWQ}, "qnn", 17), ({"traits": AWQ}, "rocm", 17)),
         ("gpu-only-method", ({"contract": PassContract(needs_gpu=True)}, "cpu", 17), ({"contract": PassContract(needs_gpu=True)}, "cuda", 17)),
         ("qat-unsupported", ({"traits": QAT}, "qnn", 17), ({"traits": QAT}, "cpu", 17)),
-        ("qnn-limits", ({"traits": qdq("int8", "uint8", symmetric_weights=True, symmetric_activations=True, power_of_two=False)}, "qnn", 17),
-         ({"traits": GOOD_FOR_QNN}, "qnn", 17)),
-        ("qnn-limits", ({"traits": qdq("int8", "uint8", symmetric_weights=False, symmetric_activations=True, power_of_two=True)}, "qnn", 17),
-         ({"traits": GOOD_FOR_QNN}, "qnn", 17)),
-        ("qnn-limits", ({"traits": qdq("int8", "uint8", symmetric_weights=True, symmetric_activations=False, power_of_two=True)}, "qnn", 17),
-         ({"traits": GOOD_FOR_QNN}, "qnn", 17)),
         ("qnn-limits", ({"traits": ModelTraits(quantized=True, format="qoperator", weight_type="int8")}, "qnn", 17),
-         ({"traits": GOOD_FOR_QNN}, "qnn", 17)),
+         ({"traits": qdq("int8", "uint8", symmetric_weights=False, symmetric_activations=False, power_of_two=False)}, "qnn", 17)),
+        ("qnn-limits", ({"traits": ModelTraits(quantized=True, format="dynamic", weight_type="int8")}, "qnn", 17),
+         ({"traits": ModelTraits(quantized=True, format="weight_only", weight_type="int4")}, "qnn", 17)),
         ("ep-limits", ({"traits": qdq("int8", "int8", symmetric_weights=True, symmetric_activations=False)}, "tensorrt", 17),
          ({"traits": SYMMETRIC}, "tensorrt", 17)),
         ("ep-limits", ({"traits": qdq("int8", "uint8", symmetric_weights=True, symmetric_activations=True)}, "tensorrt", 17),
@@ -361,6 +359,66 @@ def test_a_cpu_without_8_bit_dot_products_is_told_of() -> None:
     assert [f.rule for f in judged(quantize, machine="aarch64")] == ["no-int8-dot"]
     assert judged(quantize, ep="OpenVINOExecutionProvider") == []
     assert judged(a_pass("Float"), machine="x86_64", flags=["avx2"]) == []
+
+
+@pytest.mark.parametrize(
+    ("traits", "told"),
+    [
+        (qdq("int8", "uint8", symmetric_weights=True, symmetric_activations=True, power_of_two=True), ""),
+        (qdq("uint8", "uint8", symmetric_weights=False, symmetric_activations=False, power_of_two=False),
+         "asymmetric weights, asymmetric activations, scales that are no powers of two"),
+        (qdq("int8", "uint8", symmetric_activations=True, power_of_two=True, per_channel=True), "MatMul weights with a scale for each channel"),
+        (ModelTraits(quantized=True, format="weight_only", weight_type="int4", symmetric_weights=False), ""),
+    ],
+)  # fmt: skip
+def test_what_not_every_qnn_device_takes_is_told_and_not_refused(traits: ModelTraits, told: str) -> None:
+    found = [f for f in judged(a_pass("P", traits), ep="QNNExecutionProvider") if f.rule == "qnn-doubtful"]
+    elsewhere = judged(a_pass("P", traits))
+
+    assert [f.severity for f in found] == ["warning"] * bool(told)
+    assert all(f"not every QNN device takes {told}." in f.message for f in found)
+    assert "qnn-doubtful" not in {f.rule for f in elsewhere}
+
+
+def test_the_quantizer_s_default_is_searched_for_qnn(pipeline_of: Callable[..., Pipeline]) -> None:
+    pipeline = pipeline_of([{"slot": "q", "pass": "OnnxQuantization"}], ep="qnn")
+
+    kept = {(p["q.quant_mode"], p["q.quant_format"]) for p in enumerate_points(pipeline.space)}
+
+    assert kept == {("static", "QDQ")}
+    assert pipeline.space.invalid["qnn-limits"] > 0
+    assert "qnn-doubtful" in {f.rule for f in pipeline.findings}
+
+
+def test_onnx_runtime_s_own_helper_for_qnn_makes_what_the_rule_only_warns_of(tmp_path: Path) -> None:
+    import onnx
+    from onnx import helper, numpy_helper
+    from onnxruntime.quantization import CalibrationDataReader, quantize
+    from onnxruntime.quantization.execution_providers.qnn import get_qnn_qdq_config
+
+    class Rows(CalibrationDataReader):  # type: ignore[misc] # onnxruntime has no types
+        def __init__(self) -> None:
+            self.rows = iter(np.random.default_rng(0).random((8, 1, 6), np.float32))  # from 0 on: no symmetric range
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            row = next(self.rows, None)
+            return None if row is None else {"x": row}
+
+    weight = helper.make_tensor("w", 1, [6, 3], np.linspace(-0.3, 1.0, 18, dtype=np.float32).tobytes(), raw=True)
+    ends = [helper.make_tensor_value_info(n, 1, [1, width]) for n, width in (("x", 6), ("y", 3))]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"], "product")], "g", ends[:1], ends[1:], [weight])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(tmp_path / "m.onnx"))
+
+    quantize(str(tmp_path / "m.onnx"), str(tmp_path / "q.onnx"), get_qnn_qdq_config(str(tmp_path / "m.onnx"), Rows()))
+
+    made = onnx.load(str(tmp_path / "q.onnx"))
+    held = {t.name: numpy_helper.to_array(t) for t in made.graph.initializer}
+    zero_points = {name: int(value) for name, value in held.items() if name.endswith("zero_point")}
+    steps = [float(np.log2(value)) for name, value in held.items() if name.endswith("scale")]
+    assert {n.op_type for n in made.graph.node} == {"QuantizeLinear", "DequantizeLinear", "MatMul"}
+    assert zero_points["x_zero_point"] == 0  # of uint8: as far from the middle as can be
+    assert zero_points["w_zero_point"] not in (0, 128)
+    assert any(abs(step - round(step)) > 0.01 for step in steps)
 
 
 def test_a_provider_that_was_dropped_is_told_of() -> None:

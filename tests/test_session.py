@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 from onnx import TensorProto, helper
 
 from autotune.errors import ConfigError, EnvironmentFault
+from autotune.runtime_options import CPU, ENTRY, LIVE, UNPROVEN, Option, options_of
 from autotune.session import (
     EXECUTION_MODES,
     GRAPH_LEVELS,
-    KNOWN_CONFIG_ENTRIES,
     SessionSettings,
     create_session,
     not_applied,
@@ -25,7 +26,8 @@ from autotune.session import (
     thread_count,
 )
 
-SAMPLES = {r"\d+": "4", r"[\d,;\- ]+": "1", ".+": "MatMulAddFusion"}  # a value for each pattern that is not [01]
+TAKEN = [o for o in options_of().options.values() if o.kind == ENTRY and o.status in (LIVE, UNPROVEN) and o.is_for(CPU, platform.machine())]
+SAMPLES = {"session.intra_op_thread_affinities": "1", "optimization.disable_specified_optimizers": "MatMulAddFusion"}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_live_session_has_what_was_asked(model_path: Path, level: str, mode: str) -> None:
     settings = SessionSettings(
         intra_op_num_threads=1, inter_op_num_threads=2, execution_mode=mode, graph_optimization_level=level, enable_cpu_mem_arena=False,
-        enable_mem_pattern=False, config_entries={"session.intra_op.allow_spinning": "0"},
+        enable_mem_pattern=False, enable_mem_reuse=False, execution_order="priority_based", config_entries={"session.intra_op.allow_spinning": "0"},
     )  # fmt: skip
 
     session = create_session(model_path, settings)
@@ -84,22 +86,63 @@ def test_the_number_of_threads_is_really_started(model_path: Path) -> None:
     del session
 
 
-@pytest.mark.parametrize("key", sorted(KNOWN_CONFIG_ENTRIES))
-def test_every_known_entry_is_taken_and_read_back(model_path: Path, key: str) -> None:
-    settings = SessionSettings(intra_op_num_threads=2, config_entries={key: SAMPLES.get(KNOWN_CONFIG_ENTRIES[key], "0")})
+@pytest.mark.parametrize("option", TAKEN, ids=lambda option: str(option.name))
+def test_every_entry_that_is_taken_is_read_back(model_path: Path, option: Option) -> None:
+    value = SAMPLES.get(option.name) or (option.values[0] if option.values else "4")
+    settings = SessionSettings(intra_op_num_threads=2, config_entries={option.name: value})
 
     session = create_session(model_path, settings)
 
     assert not_applied(settings, read_back(session, settings)) == []
+    assert len(settings.unproven()) == (option.status == UNPROVEN)
+
+
+def test_run_options_hold_in_every_run_and_are_read_back(model_path: Path) -> None:
+    settings = SessionSettings(run_config_entries={"memory.enable_memory_arena_shrinkage": "cpu:0"})
+
+    session = create_session(model_path, settings)
+    without = create_session(model_path, SessionSettings())
+
+    assert session.run(None, {"x": np.ones((1, 3), np.float32)})[0].tolist() == [[1, 1, 1]]
+    assert not_applied(settings, read_back(session, settings)) == []
+    assert not_applied(settings, read_back(without, settings)) == [
+        "run_config_entries: asked {'memory.enable_memory_arena_shrinkage': 'cpu:0'}, session has {'memory.enable_memory_arena_shrinkage': None}"
+    ]
+
+
+def test_a_run_option_that_the_runtime_refuses_reaches_it(model_path: Path) -> None:
+    options = {"run_config_entries": {"memory.enable_memory_arena_shrinkage": "cpu:7"}}  # there is no such arena
+
+    session = create_session(model_path, SessionSettings(**options))  # type: ignore[arg-type] # one of its fields
+
+    with pytest.raises(Exception, match="memory arena shrink list"):
+        session.run(None, {"x": np.ones((1, 3), np.float32)})
+
+
+def test_a_session_against_falling_back_names_no_cpu_and_is_refused_by_the_runtime(model_path: Path) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    if "AzureExecutionProvider" not in ort.get_available_providers():
+        pytest.skip("needs a provider beside the CPU's")
+    entries = {"session.disable_cpu_ep_fallback": "1"}
+
+    with pytest.raises(Exception, match="fallback to CPU EP has been explicitly disabled"):
+        create_session(model_path, SessionSettings(execution_provider="AzureExecutionProvider", config_entries=entries))
 
 
 @pytest.mark.parametrize(
     ("fields", "part"),
     [
         ({"config_entries": {"session.intra_op.allow_spining": "0"}}, "Did you mean 'session.intra_op.allow_spinning'?"),
-        ({"config_entries": {"session.intra_op.allow_spinning": "banana"}}, "must match [01]; got 'banana'"),
+        ({"config_entries": {"session.intra_op.allow_spinning": "banana"}}, "must match 0|1; got 'banana'"),
         ({"config_entries": {"session.intra_op.allow_spinning": 1}}, "must be text; got 1"),
         ({"graph_optimization_level": "extendet"}, "Did you mean 'extended'?"),
+        ({"run_config_entries": {"memory.enable_memory_arena_shrinkage": "gpu:0"}}, "Write 'cpu:0'"),
+        (
+            {"run_config_entries": {"memory.enable_memory_arena_shrinkage": "cpu:0"}, "enable_cpu_mem_arena": False},
+            "without an arena memory is given back",
+        ),
+        ({"provider_options": {"use_arena": "0"}}, "takes no provider options; got use_arena"),
+        ({"execution_order": "memory_efficient"}, "must be one of default, priority_based"),
         ({"execution_mode": "serial"}, "must be one of sequential, parallel"),
         ({"intra_op_num_threads": -1}, "whole number from 0"),
         ({"inter_op_num_threads": True}, "whole number from 0"),
@@ -123,7 +166,8 @@ def test_a_missing_execution_provider_is_an_obstacle_and_not_a_cpu_session(model
 
 
 def test_settings_come_back_from_json_and_from_workers() -> None:
-    settings = SessionSettings(intra_op_num_threads=2, config_entries={"session.inter_op.allow_spinning": "1"}, provider_options={"a": "b"})
+    shrink = {"memory.enable_memory_arena_shrinkage": "cpu:0"}
+    settings = SessionSettings(intra_op_num_threads=2, config_entries={"session.inter_op.allow_spinning": "1"}, run_config_entries=shrink)
 
     assert SessionSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
     assert pickle.loads(pickle.dumps(settings)) == settings

@@ -377,7 +377,7 @@ def passes_of_the_users_script_can_be_used(given: Given) -> None:
         "        return {'strength': PassConfigParam(type_=int, default_value=1)}\n\n"
         "    def _run_for_config(self, model, config, output_model_path):\n        return model.written(output_model_path)\n"
     )
-    given.patch.setattr(registry, "_registered", dict(registry._registered))
+    given.patch.setattr(registry, "_of_scripts", dict(registry._of_scripts))
     chain = [{"slot": "own", "pass": "OwnPassOfAScript", "params": {"strength": [1, 2, 3]}}]
     sweep = {"script": "own.py", "chain": chain}
     pipeline = given.pipeline(**sweep)
@@ -399,6 +399,19 @@ def a_rule_that_is_waived_removes_nothing(given: Given) -> None:
     waived = Pipeline(given.sweep(**sweep, validation={"waive": ["qnn-limits", "ep-limits"]}), InputFacts(opset=17, operators={"Conv": 1}))
 
     assert waived.space.valid >= 1
+
+
+@wish("validation.upgrade_opset")
+def a_model_below_the_opset_that_a_pass_needs_is_converted_first(given: Given) -> None:
+    params = {"quant_mode": "static", "op_types_to_quantize": "all", "calibrate_method": "minmax", "per_channel": True}
+    sweep = {"chain": [{"slot": "quantize", "pass": "OnnxQuantization", "params": params}]}
+    old = InputFacts(opset=11, operators={"Conv": 1})
+
+    with pytest.raises(SpaceError, match="opset-floor"):
+        Pipeline(given.sweep(**sweep), old)
+    allowed = Pipeline(given.sweep(**sweep, validation={"upgrade_opset": True}), old)
+
+    assert [s.pass_name for s in allowed.steps(allowed.default_point())] == ["OnnxOpsetUpgrade", "OnnxQuantization"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- search and budget

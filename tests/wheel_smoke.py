@@ -63,7 +63,8 @@ def check_contents(wheel: Path) -> None:
     must(len(names) == len(set(names)), "the wheel holds a file twice")
     must(sorted(recorded) == sorted(names), "RECORD must list the files that are there")
     must(not [m.filename for m in members if (m.external_attr >> 16) & 0o170000 == 0o120000], "the wheel must hold no links")
-    expected = {"autotune/py.typed", *(path.relative_to(ROOT).as_posix() for path in (ROOT / "autotune" / "providers").glob("*.toml"))}
+    tables = [path for folder in ("providers", "session_options") for path in (ROOT / "autotune" / folder).glob("*.toml")]
+    expected = {"autotune/py.typed", *(path.relative_to(ROOT).as_posix() for path in tables)}
     for folder, package in [("autotune", "autotune"), *((name, f"autotune/{name}") for name in MAPPED)]:
         for path in (ROOT / folder).rglob("*.py"):
             relative = path.relative_to(ROOT / folder)

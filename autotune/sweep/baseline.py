@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.config import LoadedSweep
+from autotune.data import load_arrays
 from autotune.digest import dump_json, write_durably
-from autotune.model import PYTORCH, WEIGHTS_FILE, ModelHandler, ONNXModelHandler, PyTorchModelHandler, ingest_onnx
+from autotune.model import ONNX, PYTORCH, WEIGHTS_FILE, ModelHandler, ONNXModelHandler, PyTorchModelHandler, ingest_onnx, ingest_torch
 from autotune.passes.registry import get_pass
+from autotune.passes.torch_sources import example_rows
 from autotune.pipeline import Step
 from autotune.records import MetricValue, StageRecord, Status, TrialRecord
 from autotune.sweep.prepare import Prepared
+from autotune.torch_files import kind_of
 from autotune.trial import PLAN_FILE, TRIAL_FILE, StageFailed, TrialPlan, TrialRunner, size_metrics
 
 
@@ -57,6 +60,7 @@ class Baseline:
         plan = TrialPlan(
             run=self.run, sweep=self.sweep, facts=self.prepared.facts, input_model=source, baseline=model, baseline_metrics=metrics,
             metric_name=metric.name, metric_unit=metric.unit, higher_is_better=metric.higher_is_better, rows=self.prepared.rows,
+            metric_bounds=metric.bounds,
         )  # fmt: skip
         write_durably(self.run / PLAN_FILE, dump_json(plan.to_json()))
         return TrialPlan.load(self.run)
@@ -66,25 +70,33 @@ class Baseline:
         begun = time.monotonic()
         target = folder / "model"
         target.mkdir()
-        section = self.sweep.config.model
-        if section.path is not None:
-            model = ingest_onnx(self.sweep.path(section.path), target).with_session(self.prepared.settings)
+        if self.prepared.facts.format == ONNX:
+            named = self.sweep.config.model.path
+            assert named is not None
+            model = ingest_onnx(self.sweep.path(named), target).with_session(self.prepared.settings)
             stages.append(StageRecord("ingest", time.monotonic() - begun, digest=model.digest))
             return model, model
-        assert section.script is not None
         place = self.run / "input"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
-        if section.weights is not None:
-            shutil.copyfile(self.sweep.path(section.weights), place / WEIGHTS_FILE)
-        source = PyTorchModelHandler(
-            place, self.prepared.io, self.prepared.settings, {}, script=self.sweep.path(section.script), loader=section.loader
-        )
+        source = self._torch_model(place)
         artifact, stage = self.runner.build(self._conversion(), source, source.digest, folder / "convert")
         stages.append(stage)
         for path in artifact.handler.folder.iterdir():
             shutil.copyfile(path, target / path.name)
         return source, ONNXModelHandler.from_folder(target, session=self.prepared.settings)
+
+    def _torch_model(self, place: Path) -> ModelHandler:
+        """The input model of torch, brought into a folder."""
+        section, io, settings = self.sweep.config.model, self.prepared.io, self.prepared.settings
+        if section.path is not None:
+            examples = example_rows(io, load_arrays(self.sweep.path(self.sweep.config.data.eval), who="data.eval"))
+            path = self.sweep.path(section.path)
+            return ingest_torch(path, kind_of(path), place, io=io, session=settings, examples=examples)
+        assert section.script is not None
+        if section.weights is not None:
+            shutil.copyfile(self.sweep.path(section.weights), place / WEIGHTS_FILE)
+        return PyTorchModelHandler(place, io, settings, {}, script=self.sweep.path(section.script), loader=section.loader)
 
     def _conversion(self) -> Step:
         """How the untouched torch module becomes ONNX: as the chain's own conversion does by default."""

@@ -10,10 +10,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from autotune.runtime_options import WHEELS, options_of
 from autotune.stages import StageLimits, StageRunner
 from autotune.target import surroundings
 
-WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-directml", "onnxruntime-training", "onnxruntime-rocm")
 LOW_DISK_BYTES = 2 * 10**9
 
 
@@ -25,6 +25,8 @@ def examine() -> dict[str, Any]:
     wheels = [w for w in WHEELS if _installed(w)]
     if len(wheels) > 1:
         warnings.append(f"several onnxruntime wheels share one folder and hide each other: {', '.join(wheels)}")
+    if options_of().note:
+        warnings.append(options_of().note)
     providers = []
     with tempfile.TemporaryDirectory() as place, StageRunner(("numpy", "onnx", "onnxruntime")) as runner:
         begun = time.perf_counter()

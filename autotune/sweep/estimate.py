@@ -14,11 +14,12 @@ from typing import Any
 
 from autotune.config import seconds
 from autotune.data import feeds, load_arrays, plan_feeding
-from autotune.model import ONNX, PYTORCH, read_onnx_head
+from autotune.model import ONNX, read_onnx_head
 from autotune.session import SessionSettings, create_session
 from autotune.stages import StageLimits, StageRunner
 from autotune.sweep.finalists import FINALISTS
 from autotune.sweep.prepare import Prepared
+from autotune.torch_files import source_bytes
 from autotune.trial import TRIAL_FILE
 
 PROBE_S = 1.0  # for runs of the model, after it is loaded
@@ -143,15 +144,17 @@ def _disk(prepared: Prepared, trials: int, run: Path | None, run_s: float) -> di
     at_most = size * (trials * changing + 2) + trials * RECORD_BYTES + 2 * samples
     basis = f"{size:,} bytes of model, for each of {trials} trials and {changing} slots that change files, and for the copy and the bundle"
     basis += f"; {samples / 1e6:.1f} MB of samples"
-    if config.model.path is None:
+    if prepared.facts.format != ONNX:
         basis += "; the weights file stands for the converted model"
     return {"at_most_bytes": at_most, "free_bytes": free, "basis": basis}
 
 
 def model_bytes(prepared: Prepared) -> int:
-    """Bytes of the user's model with its external data; of the weights file for a torch module, 0 where it has none."""
+    """Bytes of the user's model with its external data; of the weights file for a torch module of a script, 0 where it has none."""
     section, path = prepared.sweep.config.model, prepared.sweep.path
-    if prepared.facts.format == PYTORCH:
+    if prepared.facts.format != ONNX:
+        if section.path is not None:
+            return source_bytes(path(section.path))
         return path(section.weights).stat().st_size if section.weights else 0
     import onnx
     from onnx.external_data_helper import uses_external_data

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.benchmarks import statistics
 from autotune.benchmarks.stages import LATENCY_FILE, OUTPUTS_FILE, SCORES_FILE
@@ -49,19 +50,16 @@ class Finalists:
     settled: set[str] = field(default_factory=set)  # candidates whose verdict needed the held-out rows
 
     def settle(self, records: list[TrialRecord]) -> list[TrialRecord]:
-        """Score undecided candidates that would win over all rows before they are given up, the nearest misses first.
+        """Score undecided candidates that would win over all rows before they are given up; see `settle_undecided`.
 
         A few search rows can leave a verdict open that the held-out rows settle; a note says that they were used so.
         """
         plan = self.plan
         limits = [c.text for c in self.constraints if c.metric == plan.metric_name]
-        for _ in range(FINALISTS if plan.rows.holdout and limits else 0):
-            selection = self.select(records)
-            best = next((r for r in records if r.id == selection.best), None)
-            rivals = [r for r in records if self._is_open(r, limits) and (best is None or self._faster(r, best))]
-            if not rivals:
-                break
-            rival = min(rivals, key=lambda r: (sum(max(0.0, float(c["violation"])) for c in r.constraints), r.metrics["latency"].value))
+        if not (plan.rows.holdout and limits):
+            return records
+
+        def score_all(rival: TrialRecord) -> TrialRecord:
             self.say(f"{rival.id}: undecided on the search rows, so it is scored on all rows")
             self.settled.add(rival.id)
             try:
@@ -73,53 +71,39 @@ class Finalists:
                 few, many = len(plan.rows.search), len(plan.rows.everything)
                 self.notes.append(f"{rival.id} was undecided on {few} rows and is {settled.status} on all {many}")
             self._write(settled)
-            records = [settled if r.id == rival.id else r for r in records]
-        return records
+            return settled
+
+        return settle_undecided(
+            records, self.select, score_all, metric=plan.metric_name, limits=limits, rows=len(plan.rows.search),
+            eps_latency=percent(plan.sweep.config.measure.eps.latency),
+        )  # fmt: skip
 
     def resolve(self, records: list[TrialRecord]) -> list[TrialRecord]:
-        """Time again those whose place on the front is not settled, and their rivals, in turns, each beside the baseline, in random order.
+        """Time again those whose place on the front is not settled, and their rivals, each beside the baseline; see `resolve_front`.
 
-        After every turn the front is looked at, and whoever is settled drops out; while time is short the widest go first. A model gets at
-        most `final_time`, all together `final_budget`. The fresh runs, all turns pooled, stand in place of those of the search.
+        A model gets at most `final_time`, all together `final_budget`. The fresh runs, all turns pooled, stand in place of those of the search.
         """
         plan, measure = self.plan, self.plan.sweep.config.measure
-        each, budget = seconds(measure.final_time), seconds(measure.final_budget)
-        rng = np.random.default_rng([plan.sweep.config.seed, FINAL_SEED])
-        spent: dict[str, float] = {}
         taken: dict[str, list[Path]] = {}
-        began = time.monotonic()
-        for look in range(1, LOOKS + 1):
-            selection = self.select(records)
-            left = budget - (time.monotonic() - began)
-            waiting = [i for i in selection.to_measure if spent.get(i, 0.0) < each]
-            if left <= 0 or not waiting or all(o.name != "latency" for o in selection.objectives):
-                break
-            share = each / LOOKS
-            turn = waiting[: max(1, math.floor(left / share))]
-            self.say(f"the front is not settled: timing {', '.join(turn)} again")
-            for name in rng.permutation(turn):
-                if time.monotonic() - began >= budget:
-                    break
-                record = next(r for r in records if r.id == name)
-                folder = self._folder(record) / f"turn-{look}"
-                try:
-                    _, facts = self.runner.latency(
-                        self.model_of(record), plan.baseline, plan.eval_path, plan.rows.search, folder,
-                        seed=FINAL_SEED + look * TURN_SEED + record.number, time_s=min(share, left),
-                    )  # fmt: skip
-                except StageFailed as end:
-                    fallen = _fallen(record, end)
-                    self._write(fallen)
-                    records = [fallen if r.id == record.id else r for r in records]
-                else:
-                    taken.setdefault(record.id, []).append(folder / LATENCY_FILE)
-                    records = self._with_latency(records, record, pooled(taken[record.id]))
-                    spent[record.id] = spent.get(record.id, 0.0) + float(facts.get("elapsed_s", 0.0))
-        if taken:
-            self.resolution = {
-                "seconds": time.monotonic() - began, "budget_s": budget, "turns": {i: len(paths) for i, paths in taken.items()},
-                "not_resolved": list(self.select(records).not_resolved),
-            }  # fmt: skip
+
+        def take_turn(records: list[TrialRecord], record: TrialRecord, look: int, time_s: float) -> tuple[list[TrialRecord], float | None]:
+            folder = self._folder(record) / f"turn-{look}"
+            try:
+                _, facts = self.runner.latency(
+                    self.model_of(record), plan.baseline, plan.eval_path, plan.rows.search, folder,
+                    seed=FINAL_SEED + look * TURN_SEED + record.number, time_s=time_s,
+                )  # fmt: skip
+            except StageFailed as end:
+                fallen = _fallen(record, end)
+                self._write(fallen)
+                return [fallen if r.id == record.id else r for r in records], None
+            taken.setdefault(record.id, []).append(folder / LATENCY_FILE)
+            return self._with_latency(records, record, pooled(taken[record.id])), float(facts.get("elapsed_s", 0.0))
+
+        records, self.resolution = resolve_front(
+            records, self.select, take_turn, each_s=seconds(measure.final_time), budget_s=seconds(measure.final_budget),
+            seed=plan.sweep.config.seed, say=self.say,
+        )  # fmt: skip
         return records
 
     def _with_latency(self, records: list[TrialRecord], timed: TrialRecord, latency: MetricValue) -> list[TrialRecord]:
@@ -131,17 +115,6 @@ class Finalists:
                 self._write(fresh)
                 found[record.id] = fresh
         return [found.get(r.id, r) for r in records]
-
-    def _faster(self, a: TrialRecord, b: TrialRecord) -> bool:
-        """Whether a's latency is below b's by more than the tolerance of the choice."""
-        eps = percent(self.plan.sweep.config.measure.eps.latency)
-        return a.metrics["latency"].value < (1 - eps) * b.metrics["latency"].value
-
-    def _is_open(self, record: TrialRecord, limits: list[str]) -> bool:
-        """An undecided record whose only open verdicts are on the score, over the search rows."""
-        missed = [c for c in record.constraints if c["verdict"] not in MET]
-        on_search_rows = record.measured and record.metrics[self.plan.metric_name].samples == len(self.plan.rows.search)
-        return record.status is Status.UNDECIDED and on_search_rows and all(c["expr"] in limits for c in missed)
 
     def measure(self, record: TrialRecord) -> tuple[TrialRecord, MetricValue | None, str]:
         """Measure a finalist in fresh sessions and on the held-out rows. Returns its new record, the hold-out score, and why it falls."""
@@ -237,17 +210,11 @@ class Finalists:
         return self.runner.accuracy(model, plan.sweep.config.metric, plan.eval_path, plan.rows.of(rows), folder, baseline_outputs=kept)
 
     def _why_it_falls(self, final: TrialRecord, holdout: MetricValue | None) -> str:
-        if final.status is not Status.OK:
-            missed = [str(c["expr"]) for c in final.constraints if c["verdict"] not in MET]
-            return f"over all rows and fresh runs it does not meet `{'`, `'.join(missed)}`" if missed else f"it ended as {final.reason}"
-        if holdout is not None:
-            limits = [c for c in self.constraints if c.metric == self.plan.metric_name]
-            kept = json.loads((self.plan.baseline_folder / "scores.json").read_text())
-            base = {self.plan.metric_name: MetricValue.from_json(kept["holdout"])}
-            for judgement in judge_all(limits, {self.plan.metric_name: holdout}, base):
-                if judgement.verdict is Verdict.VIOLATED:
-                    return f"on the held-out rows it violates `{judgement.constraint.text}`"
-        return ""
+        if holdout is None:
+            return why_it_falls(final)
+        kept = json.loads((self.plan.baseline_folder / "scores.json").read_text())
+        limits = [c for c in self.constraints if c.metric == self.plan.metric_name]
+        return why_it_falls(final, holdout, MetricValue.from_json(kept["holdout"]), limits)
 
     def model_of(self, record: TrialRecord) -> ONNXModelHandler:
         """The artifact of a trial, from the store (built again if it was damaged)."""
@@ -263,17 +230,157 @@ class Finalists:
         return model
 
 
+# The procedure, without the machine: records in, records out, and whatever is to be measured by a function of the caller's -------------
+
+Select = Callable[[list[TrialRecord]], Selection]
+
+
+def settle_undecided(
+    records: list[TrialRecord], select: Select, score_all: Callable[[TrialRecord], TrialRecord], *, metric: str, limits: Sequence[str], rows: int,
+    eps_latency: float, most: int = FINALISTS,
+) -> list[TrialRecord]:  # fmt: skip
+    """Have undecided candidates that would win scored on all rows, the nearest misses first, at most `most`; returns the records then.
+
+    `score_all` returns a record as it is judged over all rows. Undecided are those whose open verdicts are all on the score (`limits`, of
+    `metric`) over the `rows` of the search; one would win that is faster than the best by more than `eps_latency`.
+    """
+    for _ in range(most):
+        selection = select(records)
+        best = next((r for r in records if r.id == selection.best), None)
+        rivals = [
+            r for r in records
+            if _is_open(r, metric, limits, rows)
+            and (best is None or r.metrics["latency"].value < (1 - eps_latency) * best.metrics["latency"].value)
+        ]  # fmt: skip
+        if not rivals:
+            break
+        rival = min(rivals, key=lambda r: (sum(max(0.0, float(c["violation"])) for c in r.constraints), r.metrics["latency"].value))
+        settled = score_all(rival)
+        records = [settled if r.id == rival.id else r for r in records]
+    return records
+
+
+def _is_open(record: TrialRecord, metric: str, limits: Sequence[str], rows: int) -> bool:
+    """An undecided record whose only open verdicts are on the score, over the search rows."""
+    missed = [c for c in record.constraints if c["verdict"] not in MET]
+    on_search_rows = record.measured and record.metrics[metric].samples == rows
+    return record.status is Status.UNDECIDED and on_search_rows and all(c["expr"] in limits for c in missed)
+
+
+def resolve_front(
+    records: list[TrialRecord], select: Select,
+    take_turn: Callable[[list[TrialRecord], TrialRecord, int, float], tuple[list[TrialRecord], float | None]], *,
+    each_s: float, budget_s: float, seed: int, clock: Callable[[], float] = time.monotonic, say: Callable[[str], None] = lambda _line: None,
+) -> tuple[list[TrialRecord], dict[str, Any] | None]:  # fmt: skip
+    """Have those timed again whose place on the front is not settled, and their rivals, in turns, in random order (seeded).
+
+    After every turn the front is looked at, and whoever is settled drops out; while time is short the widest go first. A model gets at most
+    `each_s`, all together `budget_s` on the `clock`. `take_turn(records, record, look, time_s)` times a model once; it returns the records with
+    the fresh latency and the seconds that were timed, or with a record that fell and None. Returns the records and what was done: `seconds`,
+    `budget_s`, `turns` by trial, and who is still not resolved; None where nothing was to be done.
+    """
+    rng = np.random.default_rng([seed, FINAL_SEED])
+    spent: dict[str, float] = {}
+    turns: dict[str, int] = {}
+    began = clock()
+    for look in range(1, LOOKS + 1):
+        selection = select(records)
+        left = budget_s - (clock() - began)
+        waiting = [i for i in selection.to_measure if spent.get(i, 0.0) < each_s]
+        if left <= 0 or not waiting or all(o.name != "latency" for o in selection.objectives):
+            break
+        share = each_s / LOOKS
+        turn = waiting[: max(1, math.floor(left / share))]
+        say(f"the front is not settled: timing {', '.join(turn)} again")
+        for name in rng.permutation(turn):
+            if clock() - began >= budget_s:
+                break
+            record = next(r for r in records if r.id == name)
+            records, took = take_turn(records, record, look, min(share, left))
+            if took is not None:
+                turns[record.id] = turns.get(record.id, 0) + 1
+                spent[record.id] = spent.get(record.id, 0.0) + took
+    if not turns:
+        return records, None
+    return records, {
+        "seconds": clock() - began, "budget_s": budget_s, "turns": turns, "not_resolved": list(select(records).not_resolved),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LastChoice:
+    """Who is chosen, with figures that are fresh. `final` is None, and so is `holdout`, when nobody is feasible."""
+
+    selection: Selection
+    records: list[TrialRecord]
+    final: TrialRecord | None = None
+    holdout: MetricValue | None = None
+
+
+def choose_afresh(
+    records: list[TrialRecord], select: Select, measure: Callable[[TrialRecord], tuple[TrialRecord, MetricValue | None, str]], *,
+    most: int = FINALISTS, note: Callable[[str], None] = lambda _line: None, say: Callable[[str], None] = lambda _line: None,
+) -> LastChoice:  # fmt: skip
+    """Go on choosing until the first choice has fresh figures and holds.
+
+    `measure` measures a model afresh and on held-out rows: it returns its record then, the score on those rows, and why it falls, if it does. After
+    `most` finalists the choice is among them and the untouched model.
+    """
+    finals: dict[str, tuple[TrialRecord, MetricValue | None]] = {}
+    while True:
+        selection = select(records)
+        if selection.best is not None and selection.best not in finals and len(finals) == most:
+            # The choice goes on among those whose figures are fresh; the untouched model is always one of them.
+            note(f"{most} finalists were measured afresh; the choice is among them and the untouched model")
+            finals |= {r.id: (r, measure(r)[1]) for r in records if r.unchanged}
+            fresh = [r if r.id in finals else passed_over(r) for r in records]
+            selection = replace(selection, best=select(fresh).best)
+        if selection.best is None:
+            return LastChoice(selection, records)
+        if selection.best in finals:
+            final, holdout = finals[selection.best]
+            return LastChoice(selection, records, final, holdout)
+        final, holdout, why = measure(next(r for r in records if r.id == selection.best))
+        finals[final.id] = (final, holdout)
+        records = [final if r.id == final.id else r for r in records]
+        if why:
+            note(f"{final.id} was first choice, but {why}")
+            say(f"{final.id} does not hold: {why}")
+
+
+def why_it_falls(
+    final: TrialRecord, holdout: MetricValue | None = None, baseline_holdout: MetricValue | None = None, limits: Sequence[Constraint] = ()
+) -> str:
+    """Say why a finalist is not delivered, judged over all rows and fresh runs (`final`) and on the held-out rows; empty when it holds."""
+    if final.status is not Status.OK:
+        missed = [str(c["expr"]) for c in final.constraints if c["verdict"] not in MET]
+        return f"over all rows and fresh runs it does not meet `{'`, `'.join(missed)}`" if missed else f"it ended as {final.reason}"
+    if holdout is not None and baseline_holdout is not None:
+        for judgement in judge_all(limits, {c.metric: holdout for c in limits}, {c.metric: baseline_holdout for c in limits}):
+            if judgement.verdict is Verdict.VIOLATED:
+                return f"on the held-out rows it violates `{judgement.constraint.text}`"
+    return ""
+
+
 def pooled(paths: Sequence[Path]) -> MetricValue:
     """Latency from the raw samples of several measurements of one model beside the baseline: all their session pairs together."""
+    turns = []
+    for path in paths:
+        with np.load(path, allow_pickle=False) as file:
+            turns.append({name: file[name] for name in ("candidate_ns", "baseline_ns", "session", "used")})
+    return pooled_turns(turns)
+
+
+def pooled_turns(turns: Sequence[Mapping[str, NDArray[Any]]]) -> MetricValue:
+    """The same from arrays: `candidate_ns` and `baseline_ns`, shape (rounds, runs), `session` and `used`, shape (rounds,), as `PairedSamples` has."""
     candidate: list[float] = []
     baseline: list[float] = []
     logs: list[float] = []
     runs = 0
-    for path in paths:
-        with np.load(path, allow_pickle=False) as file:
-            used, session = file["used"], file["session"]
-            sides = [np.maximum(np.median(file[f"{side}_ns"], axis=1), 1) for side in ("candidate", "baseline")]
-            runs += int(used.sum()) * file["candidate_ns"].shape[1]
+    for turn in turns:
+        used, session = turn["used"], turn["session"]
+        sides = [np.maximum(np.median(turn[f"{side}_ns"], axis=1), 1) for side in ("candidate", "baseline")]
+        runs += int(used.sum()) * turn["candidate_ns"].shape[1]
         for number in np.unique(session[used]):
             here = used & (session == number)
             candidate.append(float(np.median(sides[0][here])) / 1e6)
@@ -283,7 +390,7 @@ def pooled(paths: Sequence[Path]) -> MetricValue:
     return MetricValue(
         own.value, max(own.low, 0.0), own.high, unit="ms", ratio=Interval(*(math.exp(v) for v in (log.value, log.low, log.high))),
         delta=statistics.median_interval(np.subtract(candidate, baseline)), samples=runs, units=len(logs),
-        method=f"median of {len(logs)} session pairs in {len(paths)} turns at the end, sign-test limits",
+        method=f"median of {len(logs)} session pairs in {len(turns)} turns at the end, sign-test limits",
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from autotune.config import SearchSection
 from autotune.passes.base import AcceleratorSpec, Pass
+from autotune.pipeline import UPGRADE
 from autotune.search_spaces.parameters import Categorical, Conditional, ConditionalDefault, Parameter, same
 from autotune.search_spaces.space import Point, Space
 from autotune.sweep.estimate import estimate
@@ -44,6 +45,7 @@ def describe_plan(prepared: Prepared, said: list[str], *, run: Path | None = Non
         ],
         "fixed": _fixed(prepared),
         "space": space_counts(space),
+        "upgrades": pipeline.upgraded(),
         "rules": _rules(prepared), "findings": [f.to_json() for f in pipeline.findings], "unreachable": list(space.unreachable),
         "budget": {"trials": trials, "asked": config.budget.trials, "time": config.budget.time},
         "search": "enumerate" if enumerates else config.search.sampler, "sampler_options": _sampler_options(config.search) if not enumerates else {},
@@ -153,6 +155,10 @@ def render_plan(content: Mapping[str, Any]) -> str:
     lines.append(
         f"       = {space['valid']:>{widest},} valid, all different{'' if space['exact'] else '; at least so many, and the search stays among these'}"
     )
+    for row in content["upgrades"]:
+        count = "some" if row["points"] is None else f"{row['points']:,}"
+        such = f"; such as {_point(row['point'], fixed)}" if row["point"] else ""
+        lines += _wrapped("opset    ", f"{count} of them get {UPGRADE} before {row['slot']}: {row['why']}{such}")
     counted = {rule["rule"] for rule in content["rules"]}
     for finding in content["findings"]:
         if finding["waived"] or finding["severity"] == "warning" or finding["rule"] not in counted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,22 @@ from autotune.config import LoadedSweep
 from autotune.constraints import Constraint, check_baseline, parse_constraint
 from autotune.data import LABELS, RANDOM, Arrays, count_rows, load_arrays, plan_feeding
 from autotune.errors import ConfigError, EnvironmentFault, nearest
-from autotune.model import ONNX, PYTORCH, IoContract, TensorSpec, load_object, read_onnx_head
+from autotune.model import ONNX, PYTORCH, TORCH_PROGRAM, IoContract, TensorSpec, load_object, read_onnx_head
+from autotune.pass_rules import CPU
 from autotune.passes.base import AcceleratorSpec
+from autotune.passes.torch_sources import error_from
 from autotune.pipeline import InputFacts, Pipeline
-from autotune.rules import CPU, RULES, Finding
+from autotune.rules import RULES, Finding
+from autotune.runtime_options import options_of
 from autotune.search_spaces.space import Space
 from autotune.selection import Objective, parse_objective
 from autotune.session import SessionSettings
 from autotune.stages import StageLimits, StageRunner
+from autotune.torch_files import HUGGING_FACE, ONNX_FILE, kind_of
 from autotune.trial import METRIC_UNITS, Rows, split_rows
+
+FIXING_PASS = "OnnxDynamicToFixedShape"
+LOOK_LIMIT_S = 600.0  # for reading a large model's file
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,8 @@ def prepare(sweep: LoadedSweep) -> Prepared:
         facts, io = _look_at_model(sweep, arrays)
     contents = _row_digests({n: a for n, a in arrays.items() if n != LABELS}, io)
     notes = _check_data(sweep, metric, io, arrays, set(contents))
+    notes += [n for n in (options_of().note,) if n]
+    _check_fixed_shapes(sweep, io, arrays)
     pipeline = Pipeline(sweep, facts)
     pipeline.findings += _provider_findings(sweep.target.execution_provider)
     pipeline.start_points()  # names and values are checked now
@@ -113,9 +123,12 @@ def _look_at_model(sweep: LoadedSweep, arrays: Arrays) -> tuple[InputFacts, IoCo
     section = sweep.config.model
     if section.path is not None:
         path = sweep.path(section.path)
-        if not path.is_file():
-            near = nearest(path.name, [p.name for p in path.parent.glob("*.onnx")]) if path.parent.is_dir() else ""
-            raise ConfigError("model", "the model file must exist", str(path), near or "Check the path.")
+        kind = kind_of(path)
+        if kind != ONNX_FILE:
+            io = _look_at_torch(path, kind, arrays, section.outputs or ())
+            return InputFacts(PYTORCH if kind == HUGGING_FACE else TORCH_PROGRAM), io
+        if section.outputs:
+            raise ConfigError("model", "outputs: names are for models of torch", "an ONNX file, whose outputs have names", "Leave outputs out.")
         io, opset = read_onnx_head(path)
         return InputFacts(ONNX, opset, count_operators(path)), io
     assert section.script is not None
@@ -125,6 +138,21 @@ def _look_at_model(sweep: LoadedSweep, arrays: Arrays) -> tuple[InputFacts, IoCo
     inputs = tuple(TensorSpec(n, str(a.dtype), ("batch", *a.shape[1:])) for n, a in arrays.items() if n != LABELS)
     outputs = tuple(TensorSpec(n, "float32", None) for n in section.outputs or ())
     return InputFacts(PYTORCH), IoContract(inputs, outputs)
+
+
+def _look_at_torch(path: Path, kind: str, arrays: Arrays, outputs: Sequence[str]) -> IoContract:
+    """Inputs of a model that needs no script; looked at in a child process, which may crash or need much memory. Raises `ConfigError`."""
+    args = {
+        "path": str(path), "kind": kind, "outputs": list(outputs),
+        "arrays": {n: [str(a.dtype), list(a.shape)] for n, a in arrays.items() if n != LABELS},
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as place, StageRunner(("numpy", "torch")) as runner:
+        outcome = runner.run("autotune.passes.torch_sources:describe", args, folder=Path(place), limits=StageLimits(LOOK_LIMIT_S))
+    if outcome.value is None:
+        raise ConfigError("model", f"the {kind} must load", f"{outcome.cause}: {outcome.message}")
+    if "error" in outcome.value:
+        raise error_from(outcome.value["error"])
+    return IoContract.from_json(outcome.value["io"])
 
 
 def count_operators(path: Path) -> dict[str, int]:
@@ -175,6 +203,54 @@ def _check_data(sweep: LoadedSweep, metric: Metric, io: IoContract, arrays: Arra
         if shared:
             notes.append(f"{shared} evaluation rows have the same content as a {role} row")
     return notes
+
+
+def _check_fixed_shapes(sweep: LoadedSweep, io: IoContract, arrays: Arrays) -> None:
+    """Refuse to fix no axis, or one that the model has not: name the axes there are, and what to write for rows like the evaluation's."""
+    inputs = [s for s in io.inputs if s.name in arrays and s.shape is not None]
+    feeding = plan_feeding(arrays, io, batch_size=sweep.target.batch_size, who="data.eval")
+    fed = {s.name: ((feeding.batch_size,) if feeding.batched else ()) + arrays[s.name].shape[1:] for s in inputs}
+    sizes: dict[str, set[int]] = {}
+    for spec in inputs:
+        for axis, size in zip(spec.shape or (), fed[spec.name], strict=True):
+            if isinstance(axis, str):
+                sizes.setdefault(axis, set()).add(size)
+    for position, slot in enumerate(sweep.config.chain):
+        for number, choice in enumerate(slot.choices):
+            if choice.pass_ != FIXING_PASS:
+                continue
+            with sweep.at("chain", position, *(("any_of", number) if slot.any_of else ())):
+                if not {"dim_param", "input_shapes", "fixed_inputs"} & set(choice.params):
+                    raise _nothing_to_fix(inputs, fed, sizes)
+                given = choice.params.get("dim_param")
+                known = {*sizes, *(axis for s in io.inputs for axis in s.shape or () if isinstance(axis, str))}
+                for value in given if isinstance(given, list) else [given]:
+                    unknown = [n for n in value if n not in known and n != "type"] if isinstance(value, Mapping) and "type" not in value else []
+                    if unknown and _is_onnx(sweep):  # a torch module's axes get their names by the conversion
+                        there = nearest(unknown[0], known) if known else "The inputs have no named axes; give input_shapes."
+                        raise ConfigError(FIXING_PASS, "dim_param must name axes of the model's inputs", repr(unknown[0]), there)
+
+
+def _is_onnx(sweep: LoadedSweep) -> bool:
+    path = sweep.config.model.path
+    return path is not None and kind_of(sweep.path(path)) == ONNX_FILE
+
+
+def _nothing_to_fix(inputs: Sequence[TensorSpec], fed: Mapping[str, tuple[int, ...]], sizes: Mapping[str, set[int]]) -> ConfigError:
+    """What to say of a chain that fixes shapes without naming any."""
+    shapes = {s.name: ["?" if d is None else d for d in s.shape or ()] for s in inputs}
+    shown = ", ".join(f"{name} [{', '.join(map(str, shape))}]" for name, shape in shapes.items())
+    must = "dim_param, input_shapes or fixed_inputs must say what gets which size or value"
+    if not any(isinstance(d, str) for shape in shapes.values() for d in shape):
+        return ConfigError(FIXING_PASS, must, f"none of them, and no input has a dynamic axis: {shown}", "Leave the pass out.")
+    named = {axis: min(found) for axis, found in sizes.items() if len(found) == 1}
+    whole = [s.name for s in inputs if any(d is None or (isinstance(d, str) and d not in named) for d in s.shape or ())]
+    params = {
+        **({"dim_param": "{" + ", ".join(f"{axis}: {size}" for axis, size in named.items()) + "}"} if named else {}),
+        **({"input_shapes": "{" + ", ".join(f"{name}: {list(fed[name])}" for name in whole) + "}"} if whole else {}),
+    }
+    write = ", ".join(f"{key}: {value}" for key, value in params.items())
+    return ConfigError(FIXING_PASS, must, f"none of them, with inputs {shown}", f"For rows like those of data.eval write params: {{{write}}}")
 
 
 def _row_digests(arrays: Mapping[str, NDArray[Any]], io: IoContract) -> list[bytes]:

@@ -6,7 +6,7 @@ Events are plain mappings with `event` and `seconds` (since the sweep began). Wh
 - `note`: `message`, a line for people
 - `baseline`: `metrics`
 - `search-started`: `trials` (how many there will be), `finished`, `failed`, `points`, `how` (enumeration, tpe, random)
-- `trial-started`: `trial`, `number`, `origin`, `attempt`, `point`
+- `trial-started`: `trial`, `number`, `origin`, `attempt`, `point`, `choosing_seconds` (what it took to choose the point)
 - `trial-finished`: `trial`, `status`, `cause`, `stage`, `message`, `metrics`, `trial_seconds`, `finished`, `failed`, `trials`, `best`,
   `eta_seconds`; `line`, the same for people (not in JSON lines)
 - `heartbeat`: `what` (a trial, or baseline), `stage`, `stage_seconds`; every half minute while one stage runs

@@ -8,7 +8,6 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from autotune.model import ONNXModelHandler
 from autotune.passes.registry import get_pass
 from autotune.pipeline import Pipeline
 from autotune.records import MetricValue, Status, TrialRecord
-from autotune.selection import Selection, select, verdict_sentence
+from autotune.selection import Selection, Selector, verdict_sentence
 from autotune.store import Store
 from autotune.sweep.baseline import Baseline
 from autotune.sweep.extend import STUDIED, Change, changes_between, outside_of, refuse, study_content
-from autotune.sweep.finalists import FINALISTS, LOOKS, Finalists, passed_over
+from autotune.sweep.finalists import FINALISTS, LOOKS, Finalists, choose_afresh
 from autotune.sweep.interrupts import LOCK_FILE, Interrupted, Interrupts, interruptible, one_writer, refuse_if_held
-from autotune.sweep.ladder import front_boxes, ledger
+from autotune.sweep.ladder import FrontBoxes, ledger
 from autotune.sweep.prepare import Prepared, check_against_baseline, prepare, probe_provider, space_counts
 from autotune.sweep.progress import Event, Listener, PlainLines, Progress
 from autotune.sweep.result import (
@@ -45,6 +44,7 @@ from autotune.sweep.result import (
 from autotune.sweep.room import StoreLimit, check_room
 from autotune.sweep.search import Asked, Goals, Search, open_study, rewrite_study
 from autotune.target import surroundings
+from autotune.torch_files import source_digest
 from autotune.trial import PLAN_FILE, STORE_FOLDER, TRIAL_FILE, TrialPlan, TrialRunner
 
 SWEEP_FILE = "sweep.yaml"
@@ -130,6 +130,7 @@ class _Sweep:
         self.started = time.monotonic()
         self.notes = list(prepared.notes)
         self.plan: TrialPlan | None = None
+        self.selector: Selector | None = None
         self.search: Search | None = None
         self.earlier: list[dict[str, Any]] = []  # what the sweep was before it was extended
         self.resolution: dict[str, Any] | None = None  # what was timed again to settle the front
@@ -271,7 +272,7 @@ class _Sweep:
             "measurer": script_of(self.sweep.config.measure.measurer or "") or None,
             "user_script": self.sweep.config.script,
         }
-        return {k: digest_tree(self.sweep.path(v)) for k, v in names.items() if v is not None}
+        return {k: (source_digest if k == "model" else digest_tree)(self.sweep.path(v)) for k, v in names.items() if v is not None}
 
     # ------------------------------------------------------------------ trials
 
@@ -355,6 +356,7 @@ class _Sweep:
             how="enumeration" if search.enumerates else search.sampler,
         )  # fmt: skip
         runner.close()  # the worker has servers of its own
+        boxes = self._front_boxes(search)
         limit = self.sweep.config.budget.time
         deadline = self.started + seconds(limit) if limit else None
 
@@ -366,7 +368,11 @@ class _Sweep:
 
         def on_start(asked: Asked) -> None:
             self.progress.tell("trial-started", trial=f"t-{asked.number:04d}", number=asked.number, origin=asked.origin, attempt=asked.attempt,
-                               point=dict(asked.point))  # fmt: skip
+                               point=dict(asked.point), choosing_seconds=round(asked.choosing_s, 4))  # fmt: skip
+
+        def front_before(number: int) -> dict[str, Any]:
+            """What a trial is told of those before it. By number, so that a trial that runs again is told the same."""
+            return boxes.of(r for n, r in search.records.items() if n < number and n not in self.outside)
 
         def on_trial(record: TrialRecord) -> None:
             best, front = self._write_best_so_far(search, runner)
@@ -375,16 +381,14 @@ class _Sweep:
 
         run_trials(
             self.folder, search, on_start=on_start, on_trial=on_trial, may_start=may_start, read_record=record_reader(self.folder),
-            tick=self.progress.tick, held=self.interrupts.held, front_before=lambda number: self._front_before(search, number),
+            tick=self.progress.tick, held=self.interrupts.held, front_before=front_before,
         )  # fmt: skip
 
-    def _front_before(self, search: Search, number: int) -> dict[str, Any]:
-        """What a trial is told of those before it. By number, so that a trial that runs again is told the same."""
+    def _front_boxes(self, search: Search) -> FrontBoxes:
         plan, eps = self.plan, self.sweep.config.measure.eps
         assert plan is not None
-        before = [r for n, r in search.records.items() if n < number and n not in self.outside]
-        return front_boxes(
-            before, self.prepared.objectives, plan.baseline_metrics, plan.metric_name, higher_is_better=plan.higher_is_better,
+        return FrontBoxes(
+            self.prepared.objectives, plan.baseline_metrics, plan.metric_name, higher_is_better=plan.higher_is_better,
             eps_latency=percent(eps.latency), eps_score=points(eps.score), family=(LOOKS + 1) * search.total,
         )  # fmt: skip
 
@@ -413,12 +417,13 @@ class _Sweep:
     # ------------------------------------------------------------------ the choice
 
     def _select(self, plan: TrialPlan, records: list[TrialRecord], *, looks: int = 1, places: bool = True) -> Selection:
-        config, eps = self.sweep.config, self.sweep.config.measure.eps
-        inside = [r for r in records if r.number not in self.outside]
-        return select(
-            inside, self.prepared.objectives, self.prepared.constraints, baseline=plan.baseline_metrics, score=plan.metric_name,
-            pick=config.pick, strict=config.strict, eps_latency=percent(eps.latency), eps_score=points(eps.score), looks=looks, places=places,
-        )  # fmt: skip
+        if self.selector is None:
+            config, eps = self.sweep.config, self.sweep.config.measure.eps
+            self.selector = Selector(
+                self.prepared.objectives, self.prepared.constraints, baseline=plan.baseline_metrics, score=plan.metric_name, pick=config.pick,
+                strict=config.strict, eps_latency=percent(eps.latency), eps_score=points(eps.score),
+            )  # fmt: skip
+        return self.selector.select((r for r in records if r.number not in self.outside), looks=looks, places=places)
 
     def _choose(self, plan: TrialPlan, search: Search, runner: TrialRunner) -> SweepResult:
         """Measure the chosen one afresh and on rows that it was not chosen by; go on to the next while one does not hold."""
@@ -432,29 +437,13 @@ class _Sweep:
         records = last.settle([search.records[n] for n in sorted(search.records.keys() - self.outside)])
         records = last.resolve(records)
         self.resolution = last.resolution
-        finals: dict[str, tuple[TrialRecord, MetricValue | None]] = {}
-        while True:
-            selection = choose(records)
-            if selection.best is not None and selection.best not in finals and len(finals) == FINALISTS:
-                # The choice goes on among those whose figures are fresh; the untouched model is always one of them.
-                self.notes.append(f"{FINALISTS} finalists were measured afresh; the choice is among them and the untouched model")
-                finals |= {r.id: (r, last.measure(r)[1]) for r in records if r.unchanged}
-                fresh = [r if r.id in finals else passed_over(r) for r in records]
-                selection = replace(selection, best=choose(fresh).best)
-            if selection.best is None:
-                verdict = verdict_sentence(selection, records, baseline=plan.baseline_metrics, score=plan.metric_name)
-                return self._finish(NONE_FEASIBLE, records, selection, verdict)
-            if selection.best in finals:
-                final, holdout = finals[selection.best]
-                model = plan.baseline if final.unchanged else last.model_of(final)
-                return self._deliver(plan, records, selection, final, holdout, model, last)
-            chosen = next(r for r in records if r.id == selection.best)
-            final, holdout, why = last.measure(chosen)
-            finals[final.id] = (final, holdout)
-            records = [final if r.id == final.id else r for r in records]
-            if why:
-                self.notes.append(f"{final.id} was first choice, but {why}")
-                self.say(f"{final.id} does not hold: {why}")
+        chosen = choose_afresh(records, choose, last.measure, most=FINALISTS, note=self.notes.append, say=self.say)
+        final, records, selection = chosen.final, chosen.records, chosen.selection
+        if final is None:
+            verdict = verdict_sentence(selection, records, baseline=plan.baseline_metrics, score=plan.metric_name)
+            return self._finish(NONE_FEASIBLE, records, selection, verdict)
+        model = plan.baseline if final.unchanged else last.model_of(final)
+        return self._deliver(plan, records, selection, final, chosen.holdout, model, last)
 
     # ------------------------------------------------------------------ the end
 
@@ -479,7 +468,11 @@ class _Sweep:
         recipe = {
             "schema": "recipe/1", "target": self.sweep.config.to_json()["target"], "point": dict(final.point),
             "passes": [
-                {"slot": s.slot, "pass": s.pass_name, "version": get_pass(s.pass_name).contract.version, "config": portable(s.config)} for s in steps
+                {
+                    "slot": s.slot, "pass": s.pass_name, "version": get_pass(s.pass_name).contract.version, "config": portable(s.config),
+                    **({"inserted": s.inserted} if s.inserted else {}),
+                }
+                for s in steps
             ],
             "data": json.loads((self.folder / RUN_FILE).read_text())["identity"]["data"],
         }  # fmt: skip

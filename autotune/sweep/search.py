@@ -8,22 +8,28 @@ randomness is drawn from (seed, trial number, purpose), so a resumed search goes
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import hashlib
 import json
 import math
 import os
 import shutil
+import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from autotune.config import TpeOptions
 from autotune.digest import dump_json, sync_folder, write_durably
 from autotune.errors import ConfigError, EnvironmentFault
-from autotune.records import Status, TrialRecord
+from autotune.pareto import pareto_front
+from autotune.records import TrialRecord
 from autotune.search_spaces.optuna_space import point_to_params, suggest_point
 from autotune.search_spaces.space import Point, Space, draw_points, enumerate_points, point_key
 
@@ -35,6 +41,9 @@ CONTENT = "content"  # attribute of the study: digest of what it depends on
 JOURNAL_FILE = "study.journal"
 ORIGINS = ("default", "untouched", "start", "enumeration", "sampler", "random")  # of points
 ASKS = 20  # of the sampler for one new point, before a uniform draw steps in
+BEFORE_ALL = 1 << 40  # less than any number in a study of its own
+LEARNED = 300  # finished trials that TPE learns from at most, since its time grows with them: the newest, and of the older ones
+LEARNED_OLDER = 50  # the best so many, chosen anew once in so many trials
 
 
 def seed_for(seed: int, number: int, purpose: str) -> int:
@@ -51,6 +60,7 @@ class Asked:
     origin: str
     attempt: int = 1
     repeats: int = 0  # points that the sampler proposed before this one and that were tried already
+    choosing_s: float = field(default=0.0, compare=False)  # what choosing the point took
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,8 @@ class Search:
         self._made: dict[int, tuple[TrialRecord, optuna.trial.FrozenTrial]] = {}
         self._repeats = 0
         self._next = 0
-        self._order: list[Point] | None = None
+        self._order: Iterator[Point] | None = None
+        self._older: tuple[list[TrialRecord], list[TrialRecord]] = ([], [])  # trials that are no longer new, and the best of them
 
     # ------------------------------------------------------------------ resume
 
@@ -196,14 +207,16 @@ class Search:
         number = self._next
         if number >= self.total:
             return None
+        begun = time.perf_counter()
         chosen = self._choose(number)
         if chosen is None:
             return None
+        choosing_s = time.perf_counter() - begun
         point, origin = chosen
         with storage_named():
             self._start_in_study(number, point, origin)
         self._remember(number, point)
-        return Asked(number, point, origin, repeats=self._repeats)
+        return Asked(number, point, origin, repeats=self._repeats, choosing_s=choosing_s)
 
     def again(self, asked: Asked) -> None:
         """Put a trial back that died of infrastructure: it is asked for once more under its number."""
@@ -232,8 +245,8 @@ class Search:
 
     def _enumerated(self) -> tuple[Point, str] | None:
         if self._order is None:
-            self._order = list(enumerate_points(self.space))
-        for point in self._order:
+            self._order = enumerate_points(self.space)
+        for point in self._order:  # those before it were seen, and stay so
             if point_key(point) not in self.seen:
                 return point, "enumeration"
         return None
@@ -247,15 +260,14 @@ class Search:
         return next(((p, "random") for p in drawn), None)
 
     def _from_tpe(self, number: int) -> Point | None:
-        """Ask TPE on a copy of the history; a repeat is answered with its known result there, never in the study itself."""
+        """Ask TPE over the finished trials; a repeat is answered with its known result for this time only, never in the study itself."""
         import optuna
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # `group` is still marked experimental
             sampler = optuna.samplers.TPESampler(**self.options, seed=seed_for(self.seed, number, "tpe"))
-        study = optuna.create_study(directions=list(self.goals.directions), sampler=sampler)
-        history = [self.records[n] for n in sorted(self.records.keys() - self.outside)]
-        study.add_trials([self._frozen(record) for record in history if record.point])
+        shown = _shown_first()([self._frozen(record) for record in self._learned()])
+        study = optuna.create_study(directions=list(self.goals.directions), sampler=sampler, storage=shown)
         for _ in range(ASKS):
             trial = study.ask()
             point = suggest_point(trial, self.space)
@@ -273,6 +285,39 @@ class Search:
                 study.tell(trial, list(values))
         return None
 
+    def _learned(self) -> list[TrialRecord]:
+        """The finished trials that TPE is shown, by number: all, or the newest and the best of the older ones.
+
+        A function of the records alone, so that a resumed search shows the same. TPE weighs older trials less in any case.
+        """
+        finished = [self.records[n] for n in sorted(self.records.keys() - self.outside)]
+        history = [record for record in finished if record.point]
+        most = max(LEARNED, self.options["n_startup_trials"])
+        if len(history) <= most:
+            return history
+        cut = (len(history) - most + 2 * LEARNED_OLDER - 1) // LEARNED_OLDER * LEARNED_OLDER
+        older = history[:cut]
+        if len(self._older[0]) != cut or any(a is not b for a, b in zip(self._older[0], older, strict=True)):
+            self._older = (older, self._best(older))
+        return [*self._older[1], *history[cut:]]
+
+    def _best(self, records: Sequence[TrialRecord]) -> list[TrialRecord]:
+        """The best of them, by number: layer after layer of the front, of one that is too large the newest, then those that miss least."""
+        measured = [(r, v, sum(max(c, 0.0) for c in self.goals.constraints(r))) for r in records if (v := self._values(r)) is not None]
+        left = [(r, v) for r, v, missed in measured if not missed > 0]
+        best: list[TrialRecord] = []
+        signs = [1.0 if d == "minimize" else -1.0 for d in self.goals.directions]
+        while left and len(best) < LEARNED_OLDER:
+            front = pareto_front(np.array([v for _, v in left]) * signs)
+            layer = [r for (r, _), on_front in zip(left, front, strict=True) if on_front]
+            if not layer:  # not a number
+                break
+            best += layer[-(LEARNED_OLDER - len(best)) :]
+            left = [each for each, on_front in zip(left, front, strict=True) if not on_front]
+        missing = sorted((m for m in measured if m[2] > 0), key=lambda m: (m[2], -m[0].number))
+        best += [r for r, _, _ in missing[: LEARNED_OLDER - len(best)]]
+        return sorted(best, key=lambda r: r.number)
+
     # ------------------------------------------------------------------ the study
 
     def _frozen(self, record: TrialRecord) -> optuna.trial.FrozenTrial:
@@ -288,7 +333,8 @@ class Search:
         else:
             constraints = dict(zip(self._constraint_names(record), self.goals.constraints(record), strict=True))
             frozen = optuna.trial.create_trial(values=list(values), params=params, distributions=distributions, constraints=constraints)
-        self._made[record.number] = (record, frozen)  # a study copies what it is given, so one serves all asks
+        frozen.number = record.number - BEFORE_ALL
+        self._made[record.number] = (record, frozen)  # nothing changes it, so one serves all asks
         return frozen
 
     @staticmethod
@@ -327,9 +373,23 @@ class Search:
         self.study.tell(record.number, list(values))
 
 
-def is_measured(record: TrialRecord) -> bool:
-    """A record whose numbers the sampler may see."""
-    return record.measured and record.status in (Status.OK, Status.INFEASIBLE, Status.UNDECIDED)
+@cache
+def _shown_first() -> Callable[[Sequence[optuna.trial.FrozenTrial]], optuna.storages.BaseStorage]:
+    """A storage in memory that shows finished trials before its own, as they are: adding them to a study copies each, at every point."""
+    from optuna.storages import InMemoryStorage
+    from optuna.trial import FrozenTrial, TrialState
+
+    class ShownFirst(InMemoryStorage):
+        def __init__(self, shown: Sequence[FrozenTrial]) -> None:
+            super().__init__()
+            self._shown = list(shown)
+
+        def get_all_trials(self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None) -> list[FrozenTrial]:
+            own = super().get_all_trials(study_id, deepcopy=deepcopy, states=states)
+            shown = [t for t in self._shown if states is None or t.state in states]
+            return [*(copy.deepcopy(shown) if deepcopy else shown), *own]
+
+    return ShownFirst
 
 
 # ---------------------------------------------------------------------------------------------------------------- storage

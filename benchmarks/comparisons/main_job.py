@@ -20,15 +20,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autotune.benchmarks.metrics import get_metric
+from model_folders import ModelFolder, score_model, time_model  # type: ignore[import-not-found]  # beside this program
+
 from autotune.data import count_rows, load_arrays
 from autotune.digest import dump_json
 from autotune.model import ONNXModelHandler, ingest_onnx
 from autotune.session import SessionSettings
-from autotune.stages import StageLimits, StageRunner
+from autotune.stages import StageRunner
 from autotune.target import surroundings
 
-LIMITS = StageLimits(600.0)
 REFERENCES = ("dynamic", "static")
 
 
@@ -80,33 +80,25 @@ def reference_model(folder: Path, variant: str, out: Path) -> tuple[Path | None,
 
 
 def measured(
-    runner: StageRunner, model: ONNXModelHandler, base: ONNXModelHandler, folder: Path, metric: str, place: Path, baseline: Path | None
+    runner: StageRunner, model: ONNXModelHandler, base: ONNXModelHandler, folder: ModelFolder, place: Path, baseline: Path | None
 ) -> dict[str, Any]:
     """Score over all rows and latency against the float model, or the words of what went wrong."""
-    data = folder / "eval.npz"
-    rows = list(range(count_rows(load_arrays(data))))
-    common = {"model": model.to_json(), "data": str(data), "batch_size": 1}
     found: dict[str, Any] = {"size_bytes": model.size_bytes}
-    args = {**common, "rows": rows, "metric": metric, "root": str(folder), "baseline_outputs": str(baseline) if baseline else None, "seed": 0}
-    for name, more in (
-        ("accuracy", args),
-        (
-            "latency",
-            {**common, "rows": rows[:64], "baseline": base.to_json() if baseline else None, "seed": 0, "protocol": {"max_time_ns": 10_000_000_000}},
-        ),
-    ):
-        where = place / name
-        outcome = runner.run(f"autotune.benchmarks.stages:{name}", {**more, "out": str(where)}, folder=where, limits=LIMITS)
-        if outcome.value is None or outcome.value.get("verdict") == "invalid":
-            found["fault"] = outcome.value["message"] if outcome.value else f"{outcome.cause}: {outcome.message}"
+    data = folder.path / "eval.npz"
+    for name in ("accuracy", "latency"):
+        if name == "accuracy":
+            ended = score_model(runner, model, folder, place / name, baseline=baseline)
+        else:
+            ended = time_model(runner, model, base if baseline else None, data, place / name, seconds=10)
+        if ended.value is None:
+            found["fault"] = f"{ended.cause}: {ended.message}"
             return found
-        found[name] = outcome.value["metric"] if name == "accuracy" else outcome.value["metrics"]["latency"]
+        found[name] = ended.value["metric"] if name == "accuracy" else ended.value["metrics"]["latency"]
     return found
 
 
-def one(folder: Path, out: Path, *, trials: int, threads: int, reuse: bool) -> dict[str, Any]:
-    name = folder.name
-    meta = json.loads((folder / "meta.json").read_text())
+def one(given: ModelFolder, out: Path, *, trials: int, threads: int, reuse: bool) -> dict[str, Any]:
+    folder, name = given.path, given.name
     began = time.monotonic()
     command = [
         sys.executable,
@@ -127,7 +119,7 @@ def one(folder: Path, out: Path, *, trials: int, threads: int, reuse: bool) -> d
     ]
     command += [] if reuse else ["--fresh"]
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
-    row: dict[str, Any] = {"model": name, "metric": meta["metric"], "exit_status": done.returncode, "seconds": time.monotonic() - began}
+    row: dict[str, Any] = {"model": name, "metric": given.metric, "exit_status": done.returncode, "seconds": time.monotonic() - began}
     if done.returncode not in (0, 4):
         return {**row, "error": done.stderr.strip().splitlines()[-1:]}
     result = json.loads(done.stdout.splitlines()[-1])
@@ -139,7 +131,7 @@ def one(folder: Path, out: Path, *, trials: int, threads: int, reuse: bool) -> d
     (place / "float").mkdir(parents=True)
     base = ingest_onnx(folder / "model.onnx", place / "float").with_session(settings)
     with StageRunner(("numpy", "onnx", "onnxruntime")) as runner:
-        row["float"] = measured(runner, base, base, folder, meta["metric"], place / "of_float", None)
+        row["float"] = measured(runner, base, base, given, place / "of_float", None)
         kept = place / "of_float" / "accuracy" / "outputs.npz"
         if bundle:
             verified = subprocess.run([sys.executable, "-m", "autotune", "verify", bundle], capture_output=True, text=True, check=False)
@@ -148,15 +140,15 @@ def one(folder: Path, out: Path, *, trials: int, threads: int, reuse: bool) -> d
             model = ONNXModelHandler.from_folder(Path(bundle) / "model", session=SessionSettings.from_json(known))
             best = result["best"]
             row |= {"verified": verified.returncode == 0, "best": best, "unchanged": bool(best["unchanged"])}
-            row["delivered"] = measured(runner, model, base, folder, meta["metric"], place / "of_delivered", kept)
+            row["delivered"] = measured(runner, model, base, given, place / "of_delivered", kept)
         for variant in REFERENCES:
             made, why = reference_model(folder, variant, place / variant)
             if made is None:
                 row[variant] = {"fault": why}
                 continue
             model = ONNXModelHandler.from_folder(made, session=settings)
-            row[variant] = measured(runner, model, base, folder, meta["metric"], place / f"of_{variant}", kept)
-    row["higher_is_better"] = get_metric(meta["metric"], root=folder).higher_is_better
+            row[variant] = measured(runner, model, base, given, place / f"of_{variant}", kept)
+    row["higher_is_better"] = given.metric_facts().higher_is_better
     return row
 
 
@@ -240,7 +232,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     rows = []
     for folder in args.folders:
-        row = one(folder.resolve(), out, trials=args.trials, threads=args.threads, reuse=args.reuse)
+        row = one(ModelFolder.open(folder.resolve()), out, trials=args.trials, threads=args.threads, reuse=args.reuse)
         rows.append(row)
         print(f"{row['model']}: exit {row['exit_status']}, {row['seconds']:.0f} s: {row.get('verdict') or row.get('error')}", flush=True)
         content = {"surroundings": surroundings().to_json(), "threads": args.threads, "trials": args.trials, "rows": rows}

@@ -9,12 +9,14 @@ b. Short measurements beside a long reference: how many of their 95 % intervals 
    in a process of its own, so that a slow drift of the machine meets both.
 c. Width of the interval by seconds spent, beside plain loops of 20 and 200 runs and ONNX Runtime's own test program. A plain loop
    states no interval, so it gets the one that its reader would compute: Student's t over its runs, as if they were independent.
-d. A made-up table of models whose truth is known: who is on the front falsely, who is missed, how optimistic is the score that
-   is reported, and how many runs and rows that took, beside a front of one plain loop each. A clock that only counts stands in for the
-   machine; measuring, comparing and choosing are the product's own code.
+d. A made-up table of models whose truth is known, and a limit of one point on their score: who is on the front falsely, who is missed, how
+   optimistic is the score that is reported, and how many runs, rounds and rows that took, beside a front of one plain loop each. A clock that
+   only counts and a table of answers stand in for machine and data; the rest is the product's own: measuring in pairs, accuracy by looks,
+   turns for those whose place is not settled, finalists measured afresh.
 
 Shares are printed with Wilson's 95 % limits: a hundred trials can't tell 5 % from 10 %. Let nothing else run meanwhile: each table says how
-much of the machine others took. About 20 minutes on 2 cores; --quick takes about one and shows the form, not the figures.
+much of the machine others took, and how many rounds they disturbed. About 20 minutes on 2 cores; --quick takes about two and shows the
+form, not the figures. A part that fails says so, the others are run, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -43,18 +46,31 @@ from numpy.typing import NDArray
 
 from autotune.benchmarks.accuracy import compare_features
 from autotune.benchmarks.lane import lane
-from autotune.benchmarks.latency import LatencyProtocol, RunOnce, measure_paired, summarize, summarize_baseline
+from autotune.benchmarks.latency import LatencyProtocol, PairedSamples, RunOnce, StopAbove, measure_paired, summarize
 from autotune.benchmarks.metrics import Features, get_metric
-from autotune.benchmarks.statistics import mean_interval, median_interval, student_t_quantile, wilson_interval
-from autotune.constraints import Constraint, Verdict, judge_all, parse_constraint
+from autotune.benchmarks.racing import BoundedRace, ProportionRace, Rules, Stop, look, look_sizes, race_for
+from autotune.benchmarks.statistics import median_interval, student_t_quantile, wilson_interval
+from autotune.config import MeasureSection, seconds
+from autotune.constraints import Constraint, parse_constraint
 from autotune.digest import dump_json
 from autotune.model import ONNXModelHandler, ingest_onnx
 from autotune.pareto import pareto_front
 from autotune.records import Interval, MetricValue, Status, TrialRecord
-from autotune.selection import UNTOUCHED, Objective, select
+from autotune.selection import UNTOUCHED, Objective, Selection, State, select
 from autotune.session import SessionSettings
 from autotune.stages import StageLimits, StageRunner
+from autotune.sweep.finalists import (
+    LOOKS,
+    LastChoice,
+    choose_afresh,
+    pooled_turns,
+    resolve_front,
+    settle_undecided,
+    why_it_falls,
+)
+from autotune.sweep.ladder import FrontBoxes
 from autotune.target import surroundings
+from autotune.trial import FRONT_RULES, best_score, ended_early, front_limits, judge_record, race_rules
 
 Json = dict[str, Any]
 PARTS = "abcd"
@@ -63,6 +79,8 @@ ONE_THREAD = SessionSettings(intra_op_num_threads=1)
 OBJECTIVES = (Objective("latency"), Objective("accuracy", minimize=False))
 EPS_LATENCY, EPS_SCORE = 0.03, 0.003  # the tolerances of the choice
 PLAIN_RUNS = (20, 200)
+ATTEMPTS = 2  # at a measurement, before its part is given up
+TOLD_EVERY_S = 30  # where nobody looks at a terminal
 
 
 @dataclass(frozen=True)
@@ -85,14 +103,14 @@ class Sizes:
 
     kinds: tuple[Kind, ...] = KINDS
     alike: int = 200  # a: comparisons, shared among the kinds
-    alike_s: float = 1.2
+    alike_s: float = 1.0
     short: int = 100  # b: for each kind and neighbour
-    short_s: float = 1.0
+    short_s: float = 0.8
     long: int = 10
-    long_s: float = 2.0
-    repeats: int = 6  # c: of each method
-    spent_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
-    tables: int = 40  # d
+    long_s: float = 1.6
+    repeats: int = 5  # c: of each method
+    spent_s: tuple[float, ...] = (0.5, 1.0, 2.0)
+    tables: int = 30  # d
     models: int = 60
     replay_s: float = 3.0
 
@@ -145,12 +163,18 @@ def make_models(kind: Kind, folder: Path) -> Models:
     return Models(kind, handlers["baseline"], handlers["candidate"], handlers["copy"], folder / "data.npz")
 
 
+class PartFailed(Exception):
+    """A part that can't be finished, in words; the parts after it are run all the same."""
+
+
 class Bench:
     """Runs the engine's own latency stage, each time in a fresh child process and alone on the lane, and keeps what it said."""
 
     def __init__(self, folder: Path, runner: StageRunner) -> None:
         self.folder, self.runner = folder, runner
         self.foreign: list[float] = []  # share of the machine that others took, one a measurement
+        self.rounds: list[tuple[int, int]] = []  # of each measurement: all, and those of them that were disturbed
+        self.failures: list[str] = []
 
     def ratio(self, models: Models, candidate: ONNXModelHandler, seed: int, *, seconds: float, to_the_end: bool = False) -> Json:
         """Time a candidate beside the baseline. `to_the_end` uses up the seconds, whatever the width of the interval."""
@@ -163,21 +187,36 @@ class Bench:
             "model": candidate.to_json(), "baseline": models.baseline.to_json(), "data": str(models.data), "rows": list(range(2 * kind.batch)),
             "batch_size": kind.batch, "protocol": protocol, "seed": seed, "out": str(where),
         }  # fmt: skip
-        with lane(EP, exclusive=True):
-            outcome = self.runner.run("autotune.benchmarks.stages:latency", args, folder=where, limits=StageLimits(60 + 10 * seconds))
-        shutil.rmtree(where, ignore_errors=True)
-        if outcome.value is None or outcome.value["verdict"] != "ok":
-            said = outcome.value["message"] if outcome.value else outcome.message
-            raise SystemExit(f"measurement: the latency stage must end well; it ended with: {said}")
-        if outcome.value.get("foreign_load") is not None:
-            self.foreign.append(outcome.value["foreign_load"])
-        latency = MetricValue.from_json(outcome.value["metrics"]["latency"])
-        return {"latency": latency, "baseline": MetricValue.from_json(outcome.value["baseline_metrics"]["latency"]), "facts": outcome.value}
+        for _ in range(ATTEMPTS):
+            with lane(EP, exclusive=True):
+                outcome = self.runner.run("autotune.benchmarks.stages:latency", args, folder=where, limits=StageLimits(60 + 10 * seconds))
+            shutil.rmtree(where, ignore_errors=True)
+            facts = outcome.value
+            if facts is not None and facts["verdict"] == "ok":
+                break
+            self.failures.append(facts["message"] if facts else outcome.message)
+        else:
+            raise PartFailed(f"the latency stage must end well; it ended {ATTEMPTS} times with: {self.failures[-1]}")
+        if facts.get("foreign_load") is not None:
+            self.foreign.append(facts["foreign_load"])
+        if facts.get("rounds_disturbed") is not None:
+            self.rounds.append((facts["rounds"], facts["rounds_disturbed"]))
+        latency = MetricValue.from_json(facts["metrics"]["latency"])
+        return {"latency": latency, "baseline": MetricValue.from_json(facts["baseline_metrics"]["latency"]), "facts": facts}
 
-    def taken_by_others(self) -> Json | None:
-        """Median share of the machine that went to others since the last question, with the smallest and the largest."""
-        seen, self.foreign = self.foreign, []
-        return Interval(float(np.median(seen)), min(seen), max(seen)).to_json() if seen else None
+    def quiet(self) -> Json:
+        """How quiet the machine was since the last question.
+
+        `others`: median share of it that went to others, with the smallest and the largest; None where that can't be read. `rounds`,
+        and how many of them were `disturbed`, in how many `measurements`; `failed`: measurements that had to be made again.
+        """
+        seen, rounds, failures = self.foreign, self.rounds, self.failures
+        self.foreign, self.rounds, self.failures = [], [], []
+        return {
+            "others": Interval(float(np.median(seen)), min(seen), max(seen)).to_json() if seen else None,
+            "rounds": sum(n for n, _ in rounds), "disturbed": sum(d for _, d in rounds), "measurements": len(rounds),
+            "measurements_disturbed": sum(d > 0 for _, d in rounds), "failed": failures,
+        }  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -244,7 +283,7 @@ def part_a(sizes: Sizes, models: Sequence[Models], folder: Path, seed: int) -> J
             by_interval = "faster" if ratio.high < 1 else "slower" if ratio.low > 1 else "tie"
             kept = {"ratio": ratio.to_json(), "by_selection": verdict(one["latency"], one["baseline"]), "by_interval": by_interval}
             found[pair.kind.name].append({**kept, "seconds": one["facts"]["elapsed_s"], "stopped_by": one["facts"]["stopped_by"]})
-        others = bench.taken_by_others()
+        quiet = bench.quiet()
     rows = []
     for name, ones in [*found.items(), ("all", [one for kept in found.values() for one in kept])]:
         row: Json = {"kind": name, "comparisons": len(ones), "seconds": float(np.median([one["seconds"] for one in ones])) if ones else math.nan}
@@ -252,7 +291,7 @@ def part_a(sizes: Sizes, models: Sequence[Models], folder: Path, seed: int) -> J
             says = [one[rule] for one in ones]
             row[rule] = {"faster": says.count("faster"), "slower": says.count("slower"), "false": share(len(says) - says.count("tie"), len(says))}
         rows.append(row)
-    return {"rows": rows, "measurements": found, "taken_by_others": others}
+    return {"rows": rows, "measurements": found, "quiet": quiet}
 
 
 def table_a(part: Json) -> list[str]:
@@ -263,7 +302,7 @@ def table_a(part: Json) -> list[str]:
     for row in part["rows"]:
         said = [f"{row[rule]['faster']} + {row[rule]['slower']}: {percent(row[rule]['false'])}" for rule in ("by_selection", "by_interval")]
         lines.append(f"{row['kind']:10} {row['comparisons']:>4} pairs {row['seconds']:>8.2f}  {said[0]:30} {said[1]}")
-    return [*lines, "   (called faster + called slower: share of both, 95 % limits)", others_line(part["taken_by_others"])]
+    return [*lines, "   (called faster + called slower: share of both, 95 % limits)", quiet_line(part["quiet"])]
 
 
 # b: short and long ----------------------------------------------------------------------------------------------------------
@@ -286,8 +325,7 @@ def part_b(sizes: Sizes, models: Sequence[Models], folder: Path, seed: int) -> J
                 stack.enter_context(busy_loop(neighbour))
             for pair in models:
                 short, long = short_and_long(sizes, bench, pair, f"b: {pair.kind.name}, {name}", seed)
-                others = bench.taken_by_others()
-                rows.append({**coverage(short, long), "kind": pair.kind.name, "neighbour": name, "taken_by_others": others})
+                rows.append({**coverage(short, long), "kind": pair.kind.name, "neighbour": name, "quiet": bench.quiet()})
                 raw.append({"kind": pair.kind.name, "neighbour": name, "short": plain(short), "long": plain(long)})
     return {"rows": rows, "measurements": raw, "notes": notes}
 
@@ -355,15 +393,18 @@ def siblings(one: int, other: int) -> str:
 def table_b(part: Json) -> list[str]:
     lines = [
         "b. Short measurements: 95 % intervals that hold the long reference (aim: at least 95 %)",
-        f"{'':8} {'core':6} {'p50':>9} {'seconds':>8}  {'of the ratio':25} {'± short':>8} {'± long':>7}   {'of the p50':25} {'others took':>11}",
+        f"{'':8} {'core':6} {'p50':>9} {'seconds':>8}  {'of the ratio':25} {'± short':>8} {'± long':>7}   {'of the p50':25} {'others took':>11} "
+        f"{'disturbed rounds':>18}",
     ]
     for row in part["rows"]:
         ratio, p50 = row["ratio"], row["p50"]
         own = (ratio["reference"]["high"] - ratio["reference"]["low"]) / 2 / ratio["reference"]["value"]
-        others = f"{row['taken_by_others']['value']:.0%}" if row["taken_by_others"] else "?"
+        quiet = row["quiet"]
+        others = f"{quiet['others']['value']:.0%}" if quiet["others"] else "?"
+        disturbed = f"{quiet['disturbed']:,} of {quiet['rounds']:,}" if quiet["rounds"] else "?"
         lines.append(
             f"{row['kind']:8} {row['neighbour']:6} {row['ms']:>6.3f} ms {row['seconds']:>8.2f}  {percent(ratio['hold']):25} "
-            f"{ratio['half_width']:>8.2%} {own:>7.2%}   {percent(p50['hold']):25} {others:>11}"
+            f"{ratio['half_width']:>8.2%} {own:>7.2%}   {percent(p50['hold']):25} {others:>11} {disturbed:>18}"
         )
     met = ", ".join(f"{r['kind']} {r['neighbour']} {r['ratio']['meet']['value']:.0%}" for r in part["rows"])
     return [*lines, f"   the ratio's interval meets the reference's own interval: {met}", *(f"   {note}" for note in part["notes"])]
@@ -416,7 +457,7 @@ def by_onnxruntime_test(runs: int, models: Models, number: int) -> Json:
             done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "ORT_INTRA_OP_NUM_THREADS": "1"})
         said = re.search(r"avg latency: ([\d.e+-]+) ms", done.stdout)
         if said is None:
-            raise SystemExit(f"measurement: onnxruntime_test must print its average; it printed: {done.stdout[-300:]}")
+            raise PartFailed(f"onnxruntime_test must print its average; it printed: {done.stdout[-300:]}")
         averages.append(float(said[1]))
     return {"ratio": Interval(averages[1] / averages[0], math.nan, math.nan), "seconds": sum(averages) * runs / 1e3}
 
@@ -463,8 +504,8 @@ def part_c(sizes: Sizes, models: Sequence[Models], folder: Path, seed: int) -> J
             truth = reference(long)
             rows += [{"kind": pair.kind.name, "method": name, **against(ones, truth)} for name, ones in kept.items()]
             raw.append({"kind": pair.kind.name, "reference": truth.to_json(), "measurements": {n: jsonable(ones) for n, ones in kept.items()}})
-        others = bench.taken_by_others()
-    return {"rows": rows, "measurements": raw, "notes": notes, "taken_by_others": others}
+        quiet = bench.quiet()
+    return {"rows": rows, "measurements": raw, "notes": notes, "quiet": quiet}
 
 
 def against(ones: Sequence[Json], truth: Interval) -> Json:
@@ -494,7 +535,7 @@ def table_c(part: Json) -> list[str]:
         lines.append(
             f"{row['kind']:8} {row['method']:28} {row['seconds']:>8.2f} {stated:>9}  {held:25} {row['error']:>7.2%} {row['largest_error']:>8.2%}"
         )
-    return [*lines, *(f"   {note}" for note in part["notes"]), others_line(part["taken_by_others"])]
+    return [*lines, *(f"   {note}" for note in part["notes"]), quiet_line(part["quiet"])]
 
 
 # d: a table whose truth is known --------------------------------------------------------------------------------------------
@@ -506,7 +547,7 @@ DISTURBED, DISTURBANCE = 0.02, 1.5  # this share of runs takes up to so much lon
 OPENING_NS = 20_000_000
 NOISE_RUNS = 1 << 16
 BASELINE_NS = 1_000_000
-MOST_FINALISTS = 4
+SEARCH_ALONE = "autotune, search alone"
 
 
 @dataclass(frozen=True)
@@ -579,79 +620,169 @@ class Machine:
 
 @dataclass
 class Replay:
-    """The product's measuring, comparing and choosing on a made-up table; counts what it used."""
+    """The product's procedure on a made-up table: what it would ask a machine and a data set is asked here, and counted.
+
+    The rows held out come first in `truth.rows`. `max_time_s` is the time limit of a trial; those at the end are longer as they are by default.
+    """
 
     truth: Truth
     machine: Machine
     max_time_s: float
     runs: int = 0
+    rounds: int = 0
     rows: int = 0
+    again: int = 0  # turns at the end
+    early: dict[str, int] = field(default_factory=dict)  # trials that ended early, by rule
+    baseline: dict[str, MetricValue] = field(default_factory=dict)
+    race: ProportionRace | BoundedRace | None = None
+    boxes: FrontBoxes | None = None
 
-    def latency(self, model: int, seconds: float, seed: int) -> tuple[MetricValue, MetricValue]:
-        """Latency of a model beside the baseline, and the baseline's in the same rounds."""
+    def samples(self, model: int, seconds: float, seed: int, limits: Sequence[StopAbove] = ()) -> PairedSamples:
+        """Time a model beside the baseline."""
         machine, ratio = self.machine, float(self.truth.ratio[model])
-        samples = measure_paired(
+        found = measure_paired(
             lambda: machine.open(BASELINE_NS * ratio), lambda: machine.open(BASELINE_NS), LatencyProtocol(max_time_ns=int(seconds * 1e9)),
-            seed=seed, clock_ns=machine.clock_ns,
+            seed=seed, limits=limits, clock_ns=machine.clock_ns,
         )  # fmt: skip
-        self.runs += samples.candidate_ns.size + samples.baseline_ns.size
-        return summarize(samples, itself=model == 0)["latency"], summarize_baseline(samples)
+        self.runs += found.candidate_ns.size + found.baseline_ns.size
+        self.rounds += found.rounds
+        return found
 
     def score(self, model: int, rows: NDArray[np.int64]) -> MetricValue:
         own, base = (Features((self.truth.right[m][rows].astype(np.float32),)) for m in (model, 0))
-        self.rows += len(rows)
         return compare_features(get_metric("accuracy"), own, None if model == 0 else base, seed=0)
 
-    def record(self, model: int, seed: int) -> TrialRecord:
-        """A finished trial: everything at search time, on the rows that are not held out."""
-        metrics = {"latency": self.latency(model, self.max_time_s, seed)[0], "accuracy": self.score(model, self.truth.rows[HOLDOUT:])}
-        return TrialRecord(model, {"pass": None if model == 0 else f"P{model}"}, Status.OK, "sampler" if model else UNTOUCHED, metrics=metrics)
+    # ---- the search
+
+    def searched(self, seed: int) -> list[TrialRecord]:
+        """The untouched model and a trial of each of the others, in their order."""
+        rows, truth = self.truth.rows[HOLDOUT:], self.truth
+        samples = self.samples(0, self.max_time_s, seed)
+        self.baseline = {"latency": summarize(samples, itself=True)["latency"], "accuracy": self.score(0, rows)}
+        self.race = race_for(get_metric("accuracy"), truth.right[0][rows].astype(np.float64))
+        self.boxes = FrontBoxes(
+            OBJECTIVES, self.baseline, "accuracy", higher_is_better=True, eps_latency=EPS_LATENCY, eps_score=EPS_SCORE,
+            family=(LOOKS + 1) * len(truth.ratio),
+        )  # fmt: skip
+        untouched = TrialRecord(0, {"pass": None}, Status.OK, UNTOUCHED, metrics=self.baseline, unchanged="nothing was done to the model")
+        records = [judge_record(untouched, (truth.limit,), self.baseline)]
+        for model in range(1, len(truth.ratio)):
+            records.append(self._trial(model, records, seed))
+        return records
+
+    def _trial(self, model: int, before: Sequence[TrialRecord], seed: int) -> TrialRecord:
+        truth, baseline = self.truth, self.baseline
+        assert self.boxes is not None
+        front = self.boxes.of(before)
+        best = best_score(get_metric("accuracy").bounds, baseline["accuracy"], higher_is_better=True)
+        limits = [StopAbove(**limit) for limit in front_limits(front, {}, baseline, "accuracy", best)]
+        samples = self.samples(model, self.max_time_s, seed + model, limits)
+        latency = {"latency": summarize(samples)["latency"]}
+        rules = race_rules(latency, front, (truth.limit,), baseline, "accuracy", higher_is_better=True)
+        rows = truth.rows[HOLDOUT:]
+        record = TrialRecord(model, {"pass": f"P{model}"}, Status.OK)
+        stop, seen = self._raced(truth.right[model][rows].astype(np.float64), rules)
+        self.rows += seen
+        if stop is not None:
+            record = ended_early(record, {"rule": stop.rule, "words": stop.words, "rows": seen, "of": len(rows)})
+        elif samples.stopped_by in FRONT_RULES:
+            record = ended_early(record, {"rule": samples.stopped_by, "words": samples.why, "seconds": samples.elapsed_ns / 1e9})
+        for rung in record.rungs:
+            self.early[str(rung["rule"])] = self.early.get(str(rung["rule"]), 0) + 1
+        score = stop.metric if stop is not None else self.score(model, rows)
+        return judge_record(replace(record, metrics={**latency, "accuracy": score}), (truth.limit,), baseline)
+
+    def _raced(self, scores: NDArray[np.float64], rules: Rules) -> tuple[Stop | None, int]:
+        """Look at the scores as the rows come in: why the rest was not needed, and how many were seen."""
+        assert self.race is not None
+        for size in look_sizes(len(scores)):
+            stop = look(self.race, scores[:size], rules, self.baseline["accuracy"])
+            if stop is not None:
+                return stop, size
+        return None, len(scores)
+
+    # ---- the end
+
+    def last_word(self, records: list[TrialRecord], seed: int) -> LastChoice:
+        """Settle the undecided, time again whoever's place is open, and choose until the first choice has fresh figures and holds."""
+        measure = MeasureSection()
+        longer, budget = (seconds(t) / seconds(measure.max_time) * self.max_time_s for t in (measure.final_time, measure.final_budget))
+        rows = self.truth.rows
+        records = settle_undecided(
+            records, self.select, self._on_all_rows, metric="accuracy", limits=[self.truth.limit.text], rows=len(rows) - HOLDOUT,
+            eps_latency=EPS_LATENCY,
+        )  # fmt: skip
+        taken: dict[str, list[Mapping[str, NDArray[Any]]]] = {}
+
+        def take_turn(records: list[TrialRecord], record: TrialRecord, look: int, time_s: float) -> tuple[list[TrialRecord], float]:
+            samples = self.samples(record.number, time_s, seed + 100_000 * look + record.number)
+            self.again += 1
+            turn = {"candidate_ns": samples.candidate_ns, "baseline_ns": samples.baseline_ns, "session": samples.session, "used": samples.used}
+            taken.setdefault(record.id, []).append(turn)
+            fresh = self._judged(record, latency=pooled_turns(taken[record.id]))
+            return [fresh if r.id == record.id else r for r in records], samples.elapsed_ns / 1e9
+
+        records, _ = resolve_front(
+            records, self.select, take_turn, each_s=longer, budget_s=budget, seed=seed, clock=lambda: self.machine.now_ns / 1e9
+        )
+
+        def afresh(record: TrialRecord) -> tuple[TrialRecord, MetricValue | None, str]:
+            base = self.score(0, rows[:HOLDOUT])
+            if record.unchanged:
+                return record, base, ""
+            self.rows += HOLDOUT
+            held_out = self.score(record.number, rows[:HOLDOUT])
+            times = summarize(self.samples(record.number, longer, seed + 1_000_000 + record.number))["latency"]
+            final = self._judged(record, latency=times, accuracy=self.score(record.number, rows))
+            why = why_it_falls(final, held_out, base, (self.truth.limit,))
+            return replace(final, status=Status.INFEASIBLE) if why and final.status is Status.OK else final, held_out, why
+
+        return choose_afresh(records, self.select, afresh)
+
+    def select(self, records: list[TrialRecord]) -> Selection:
+        return select(records, OBJECTIVES, (self.truth.limit,), baseline=self.baseline, score="accuracy", looks=LOOKS + 1)
+
+    def _judged(self, record: TrialRecord, **metrics: MetricValue) -> TrialRecord:
+        return judge_record(replace(record, metrics={**record.metrics, **metrics}), (self.truth.limit,), self.baseline)
+
+    def _on_all_rows(self, record: TrialRecord) -> TrialRecord:
+        self.rows += HOLDOUT
+        return self._judged(record, accuracy=self.score(record.number, self.truth.rows))
 
 
-def chosen_by_autotune(replay: Replay, seed: int) -> Json:
-    """The front over all models, and the fastest within the limit as it is delivered: measured afresh, scored on rows held out."""
-    models, true_change = len(replay.truth.ratio), replay.truth.change()
-    records = [replay.record(m, seed + m) for m in range(models)]
-    baseline = dict(records[0].metrics)
-    front = select(records, OBJECTIVES, (), baseline=baseline, score="accuracy")
-    reported = {r.number: r.metrics["accuracy"].delta.value for r in records if r.metrics["accuracy"].delta}
-    delivered, held_out = last_word(replay, records, baseline, seed)
-    number = {r.id: r.number for r in records}
-    members = [number[i] for i in front.front]
+def chosen_by_autotune(truth: Truth, machine: Machine, max_time_s: float, seed: int) -> tuple[Json, Json]:
+    """What stands after the search alone, with the winner as it stands there; and what the product ends with."""
+    replay = Replay(truth, machine, max_time_s)
+    records = replay.searched(seed)
+    front = replay.select(records)
+    assert front.best is not None  # the untouched model meets its own limit
+    best = next(r for r in records if r.id == front.best)
+    searched = _as_found(truth, replay, records, front, best, best.metrics["accuracy"])
+    last = replay.last_word(records, seed)
+    assert last.final is not None
+    return searched, _as_found(truth, replay, last.records, last.selection, last.final, last.holdout)
+
+
+def _as_found(
+    truth: Truth, replay: Replay, records: Sequence[TrialRecord], front: Selection, best: TrialRecord, reported: MetricValue | None
+) -> Json:
+    number, models = {r.id: r.number for r in records}, len(truth.ratio) - 1
+    change = {r.number: r.metrics["accuracy"].delta for r in records if r.metrics.get("accuracy")}
+    members, true_change = [number[i] for i in front.front], truth.change()
+    assert reported is not None
     return {
-        "front": members, "with_ties": sorted(number[i] for group in front.groups.values() for i in group), "runs": replay.runs / models,
-        "rows": replay.rows / models, "optimism": [reported[m] - float(true_change[m]) for m in members],
-        "delivered": delivered, "reported": held_out,
+        "front": members, "with_ties": sorted(number[i] for group in front.groups.values() for i in group),
+        "certain": [number[i] for i in front.front if front.membership[i].state is State.CERTAIN],
+        "not_resolved": [number[i] for i in front.not_resolved],
+        "runs": replay.runs / models, "rounds": replay.rounds / models, "rows": replay.rows / models, "turns": replay.again,
+        "early": dict(replay.early),
+        "optimism": [found.value - float(true_change[m]) for m in members if (found := change[m]) is not None],
+        "delivered": best.number, "reported": reported.delta.value if reported.delta else 0.0,
     }  # fmt: skip
 
 
-def last_word(replay: Replay, records: list[TrialRecord], baseline: Mapping[str, MetricValue], seed: int) -> tuple[int, float]:
-    """Go on choosing until the choice has fresh figures; returns the model and the change of its score on the rows held out."""
-    truth, limit = replay.truth, replay.truth.limit
-    fresh: dict[str, float] = {records[0].id: 0.0}
-    records = list(records)
-    while True:
-        best = select(records, OBJECTIVES, (limit,), baseline=baseline, score="accuracy").best
-        assert best is not None  # the untouched model meets its own limit
-        if best not in fresh and len(fresh) > MOST_FINALISTS:
-            records = [r if r.id in fresh else replace(r, status=Status.UNDECIDED) for r in records]
-            continue
-        model = next(r.number for r in records if r.id == best)
-        if best in fresh:
-            return model, fresh[best]
-        held_out = replay.score(model, truth.rows[:HOLDOUT])
-        everything = replay.score(model, truth.rows)
-        replay.rows -= len(truth.rows)  # all of these answers are known by now
-        metrics = {"latency": replay.latency(model, 3 * replay.max_time_s, seed + 10_000 + model)[0], "accuracy": everything}
-        assert held_out.delta is not None
-        fresh[best] = held_out.delta.value
-        beyond_doubt = judge_all((limit,), {"accuracy": held_out}, baseline)[0].verdict is Verdict.VIOLATED
-        status = Status.INFEASIBLE if beyond_doubt else Status.OK
-        records = [replace(r, metrics=metrics, status=status) if r.id == best else r for r in records]
-
-
 def chosen_by_plain_loops(truth: Truth, machine: Machine, rows: NDArray[np.int64], runs: int) -> Json:
-    """One loop and one score for each model, the front of these numbers as they stand, and the fastest within the limit."""
+    """One loop and one score for each model, the front of those within the limit by these numbers as they stand, and the fastest of them."""
     latencies = []
     for ratio in truth.ratio:
         run_once = machine.open(BASELINE_NS * float(ratio))
@@ -662,30 +793,39 @@ def chosen_by_plain_loops(truth: Truth, machine: Machine, rows: NDArray[np.int64
             took.append(machine.now_ns - at)
         latencies.append(float(np.median(took)))  # kinder to the loop than the mean, which is common
     change, true_change = truth.change(rows), truth.change()
-    members = np.flatnonzero(pareto_front(np.stack([latencies, -change], axis=1))).tolist()
     within = np.flatnonzero(change >= truth.limit.limit - 1e-12)
+    members = within[pareto_front(np.stack([latencies, -change], axis=1)[within])].tolist()
     delivered = int(within[np.argmin(np.asarray(latencies)[within])])
     return {
-        "front": members, "with_ties": members, "runs": float(runs), "rows": float(len(rows)),
+        "front": members, "with_ties": members, "certain": [], "not_resolved": [], "runs": float(runs), "rounds": 1.0, "rows": float(len(rows)),
+        "turns": 0, "early": {},
         "optimism": [float(change[m] - true_change[m]) for m in members], "delivered": delivered, "reported": float(change[delivered]),
     }  # fmt: skip
 
 
-def held_against(losses: NDArray[np.float64], shown: Sequence[int], named: Sequence[int]) -> Json:
-    """Count what is false on a front, by true losses in units of the tolerances: 1 is what the choice calls a difference.
+def held_against(
+    losses: NDArray[np.float64], shown: Sequence[int], named: Sequence[int], *, room: NDArray[np.float64] | None = None, certain: Sequence[int] = ()
+) -> Json:
+    """Count what is false on a front, by true losses and by the true room under the limit, in units of the tolerances: 1 is called a difference.
 
-    False: another model is truly no worse in both and better by more than the tolerance in one. Missed: on the true front, and nobody
-    reported is as good but for the tolerance. Both are counted for what is shown first, and with the ties that are named beside it.
+    False: another model that truly meets the limit is no worse in both and better by more than the tolerance in one; or it breaks the limit by more
+    than the tolerance. Missed: on the true front, and nobody reported is as good but for the tolerance. Both are counted for what is shown
+    first, and with the ties that are named beside it; false ones for what is called certain too.
     """
-    true_front = np.flatnonzero(pareto_front(losses)).tolist()
-    wrong = {m for m in named if np.any(np.all(losses <= losses[m], axis=1) & np.any(losses < losses[m] - 1, axis=1))}
+    room = np.zeros(len(losses)) if room is None else room
+    meets = room >= 0
+    true_front = np.flatnonzero(meets)[pareto_front(losses[meets])].tolist()
+    broken = {m for m in (*shown, *named) if room[m] < -1}
+    beaten = {m for m in (*shown, *named) if np.any(meets & np.all(losses <= losses[m], axis=1) & np.any(losses < losses[m] - 1, axis=1))}
+    wrong = broken | beaten
 
     def missed_by(members: Sequence[int]) -> int:
         return sum(not np.any(np.all(losses[members] <= losses[m] + 1, axis=1)) for m in true_front)
 
     return {
-        "members": len(shown), "wrong": len(wrong & set(shown)), "named": len(named), "wrong_named": len(wrong), "true_members": len(true_front),
-        "missed": missed_by(shown), "missed_named": missed_by(named),
+        "members": len(shown), "wrong": len(wrong & set(shown)), "broken": len(broken & set(shown)), "named": len(named),
+        "wrong_named": len(wrong & set(named)), "certain": len(certain), "wrong_certain": len(wrong & set(certain)),
+        "true_members": len(true_front), "missed": missed_by(shown), "missed_named": missed_by(named),
     }  # fmt: skip
 
 
@@ -693,17 +833,25 @@ def judged(truth: Truth, found: Json) -> Json:
     """Hold a front and a choice against the truth: scores over the population, and over all evaluation rows."""
     feasible = np.flatnonzero(truth.change() >= truth.limit.limit)
     true_change = float(truth.change()[found["delivered"]])
+    against_truth = {
+        by: held_against(
+            truth.losses(rows), found["front"], found["with_ties"], certain=found["certain"],
+            room=(truth.change(rows) - truth.limit.limit) / EPS_SCORE,
+        )
+        for by, rows in (("population", None), ("rows", truth.rows))
+    }  # fmt: skip
     return {
-        **{by: held_against(truth.losses(rows), found["front"], found["with_ties"]) for by, rows in (("population", None), ("rows", truth.rows))},
-        "optimism": float(np.mean(found["optimism"])), "optimism_delivered": found["reported"] - true_change, "true_change": true_change,
-        "breaks_limit": true_change < truth.limit.limit, "time_over_best": float(truth.ratio[found["delivered"]] / truth.ratio[feasible].min()),
-        "timed_runs": found["runs"], "scored_rows": found["rows"],
+        **against_truth, "optimism": float(np.mean(found["optimism"])), "optimism_delivered": found["reported"] - true_change,
+        "true_change": true_change, "breaks_limit": true_change < truth.limit.limit,
+        "time_over_best": float(truth.ratio[found["delivered"]] / truth.ratio[feasible].min()),
+        "timed_runs": found["runs"], "rounds": found["rounds"], "scored_rows": found["rows"], "turns": float(found["turns"]),
+        "members": float(len(found["front"])), "not_resolved": float(len(found["not_resolved"])), "early": found["early"],
     }  # fmt: skip
 
 
 def part_d(sizes: Sizes, seed: int) -> Json:
     plain_ways = ((FEW_ROWS, PLAIN_RUNS[0]), (ROWS, PLAIN_RUNS[0]), (ROWS, PLAIN_RUNS[1]))
-    kept: dict[str, list[Json]] = {name: [] for name in (*(f"{runs} runs, {rows:,} rows" for rows, runs in plain_ways), "autotune")}
+    kept: dict[str, list[Json]] = {name: [] for name in (*(f"{runs} runs, {rows:,} rows" for rows, runs in plain_ways), SEARCH_ALONE, "autotune")}
     for table in range(sizes.tables):
         tell(f"d: table {table + 1} of {sizes.tables}")
         rng = np.random.default_rng([seed, table])
@@ -711,22 +859,36 @@ def part_d(sizes: Sizes, seed: int) -> Json:
         for rows, runs in plain_ways:
             found = chosen_by_plain_loops(truth, machine, truth.rows[:rows], runs)
             kept[f"{runs} runs, {rows:,} rows"].append(judged(truth, found))
-        kept["autotune"].append(judged(truth, chosen_by_autotune(Replay(truth, machine, sizes.replay_s), 1_000_000 * table)))
+        searched, ended = chosen_by_autotune(truth, machine, sizes.replay_s, 1_000_000 * table)
+        kept[SEARCH_ALONE].append(judged(truth, searched))
+        kept["autotune"].append(judged(truth, ended))
     return {"rows": [summed(name, ones) for name, ones in kept.items()], "replays": kept}
 
 
+FALSE_AND_MISSED = {  # what, of what
+    "false": ("wrong", "members"), "broken": ("broken", "members"), "false_named": ("wrong_named", "named"),
+    "false_certain": ("wrong_certain", "certain"), "missed": ("missed", "true_members"), "missed_named": ("missed_named", "true_members"),
+}  # fmt: skip
+
+
 def summed(name: str, ones: Sequence[Json]) -> Json:
-    """One way's figures over all tables: shares of all members together, means over tables with Student's t limits."""
-    row: Json = {"way": name, "tables": len(ones), "breaks_limit": share(sum(one["breaks_limit"] for one in ones), len(ones))}
+    """One way's figures: shares of all members together and their median over the tables; of the rest the median over tables, with its limits."""
+    row: Json = {"way": name, "tables": len(ones), "breaks_limit": share(sum(one["breaks_limit"] for one in ones), len(ones)), "early": {}}
     for by in ("population", "rows"):
-        total = {key: sum(one[by][key] for one in ones) for key in ones[0][by]}
-        row[by] = {
-            "false": share(total["wrong"], total["members"]), "false_named": share(total["wrong_named"], total["named"]),
-            "missed": share(total["missed"], total["true_members"]), "missed_named": share(total["missed_named"], total["true_members"]),
-        }  # fmt: skip
-    for key in ("optimism", "optimism_delivered", "true_change", "time_over_best", "timed_runs", "scored_rows"):
-        values = [one[key] for one in ones]
-        row[key] = (mean_interval(values) if len(values) > 1 else Interval.exactly(values[0])).to_json()
+        row[by] = {}
+        for key, (count, of) in FALSE_AND_MISSED.items():
+            by_table = [one[by][count] / one[by][of] for one in ones if one[by][of]]
+            row[by][key] = {
+                **share(sum(one[by][count] for one in ones), sum(one[by][of] for one in ones)),
+                "median_table": float(np.median(by_table)) if by_table else None,
+            }
+    for key in (
+        "optimism", "optimism_delivered", "true_change", "time_over_best", "timed_runs", "rounds", "scored_rows", "turns", "members", "not_resolved",
+    ):  # fmt: skip
+        row[key] = reference([one[key] for one in ones]).to_json()
+    for one in ones:
+        for rule, count in one["early"].items():
+            row["early"][rule] = row["early"].get(rule, 0) + count
     return row
 
 
@@ -736,25 +898,43 @@ def table_d(part: Json) -> list[str]:
     def points(interval: Json) -> str:
         return f"{100 * interval['value']:+.2f} ({100 * interval['low']:+.2f} to {100 * interval['high']:+.2f})"
 
+    def in_median_table(found: Json) -> str:
+        return "none" if found["median_table"] is None else f"{found['median_table']:.0%}"
+
     lines: list[tuple[str, list[str]]] = []
-    for by, words in (("population", "the true scores"), ("rows", "scores over all evaluation rows")):
+    for by, words in (
+        ("population", "the true scores"),
+        ("rows", f"scores over all {ROWS:,} evaluation rows, of which the product searches by {ROWS - HOLDOUT:,}"),
+    ):
         lines.append((f"the front, judged by {words}", []))
-        keys = {"false": "false members", "false_named": "  ties included", "missed": "true members missed", "missed_named": "  by the ties as well"}
-        lines += [(f"  {name}", [percent(r[by][key]) for r in rows]) for key, name in keys.items()]
+        lines.append(("  false members", [percent(r[by]["false"]) for r in rows]))
+        lines.append(("    in the median table", [in_median_table(r[by]["false"]) for r in rows]))
+        lines.append(("    of them for breaking the limit", [f"{r[by]['broken']['count']} of {r[by]['false']['count']}" for r in rows]))
+        lines.append(("    among those called certain", [percent(r[by]["false_certain"]) for r in rows]))
+        lines.append(("    ties included", [percent(r[by]["false_named"]) for r in rows]))
+        lines.append(("  true members missed", [percent(r[by]["missed"]) for r in rows]))
+        lines.append(("    in the median table", [in_median_table(r[by]["missed"]) for r in rows]))
+        lines.append(("    by the ties as well", [percent(r[by]["missed_named"]) for r in rows]))
     lines += [
-        ("score reported of the front, pt too high", [points(r["optimism"]) for r in rows]),
-        ("the delivered model", []),
-        ("  score reported, pt too high", [points(r["optimism_delivered"]) for r in rows]),
-        ("  true change of its score, pt", [points(r["true_change"]) for r in rows]),
-        ("  truly breaks its limit of 1 pt", [percent(r["breaks_limit"]) for r in rows]),
-        ("  its time over the best possible", [f"{r['time_over_best']['value']:.3f}" for r in rows]),
-        ("timed runs a model, the baseline's included", [f"{r['timed_runs']['value']:,.0f}" for r in rows]),
-        ("evaluation rows a model", [f"{r['scored_rows']['value']:,.0f}" for r in rows]),
+        ("medians over tables", []),
+        ("  members of the front", [f"{r['members']['value']:.3g}" for r in rows]),
+        ("  not resolved", [f"{r['not_resolved']['value']:.3g}" for r in rows]),
+        ("  score reported of the front, pt too high", [points(r["optimism"]) for r in rows]),
+        ("  the delivered: score reported, pt too high", [points(r["optimism_delivered"]) for r in rows]),
+        ("    true change of its score, pt", [points(r["true_change"]) for r in rows]),
+        ("    its time over the best possible", [f"{r['time_over_best']['value']:.3f}" for r in rows]),
+        ("    truly breaks its limit of 1 pt", [percent(r["breaks_limit"]) for r in rows]),
+        ("  timed runs a model, the baseline's included", [f"{r['timed_runs']['value']:,.0f}" for r in rows]),
+        ("  rounds a model", [f"{r['rounds']['value']:,.1f}" for r in rows]),
+        ("  turns at the end", [f"{r['turns']['value']:,.0f}" for r in rows]),
+        ("  evaluation rows a model", [f"{r['scored_rows']['value']:,.0f}" for r in rows]),
     ]
+    rules = ", ".join(f"{rule}: {count:,}" for rule, count in rows[-1]["early"].items()) or "none"
     return [
-        f"d. {rows[0]['tables']} made-up tables of known truth; members of all tables are counted together",
+        f"d. {rows[0]['tables']} made-up tables of known truth; shares are of the members of all tables together",
         f"{'':45}" + "".join(f"  {r['way']:>24}" for r in rows),
         *((f"{name:45}" + "".join(f"  {cell:>24}" for cell in cells)).rstrip() for name, cells in lines),
+        f"   trials that ended early, by rule: {rules}",
     ]
 
 
@@ -773,19 +953,45 @@ def percent(found: Json) -> str:
     return f"{found['value']:.1%} ({found['low']:.1%} to {found['high']:.1%})"
 
 
-def others_line(found: Json | None) -> str:
-    if found is None:
-        return "   what others took of the machine can't be read here"
-    return f"   others took {found['value']:.0%} of the machine (median; {found['low']:.0%} to {found['high']:.0%})"
+def quiet_line(quiet: Json) -> str:
+    found = quiet["others"]
+    words = ["what others took of the machine can't be read here"]
+    if found is not None:
+        words = [f"others took {found['value']:.0%} of the machine (median; {found['low']:.0%} to {found['high']:.0%})"]
+    if quiet["rounds"]:
+        words.append(
+            f"{quiet['disturbed']:,} of {quiet['rounds']:,} rounds were disturbed and repeated, "
+            f"in {quiet['measurements_disturbed']} of {quiet['measurements']} measurements"
+        )
+    if quiet["failed"]:
+        words.append(f"{len(quiet['failed'])} measurements failed and were made again: {quiet['failed'][0]}")
+    return f"   {'; '.join(words)}"
 
 
-def tell(line: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{line:60}", end="", file=sys.stderr, flush=True)
+@dataclass
+class Teller:
+    """Says on standard error how far the run is: in place on a terminal, elsewhere a line now and then."""
+
+    began: float = field(default_factory=time.monotonic)
+    last: float = -math.inf
+
+    def __call__(self, line: str) -> None:
+        now = time.monotonic()
+        if sys.stderr.isatty():
+            print(f"\r{now - self.began:5.0f} s  {line:60}" if line else f"\r{'':70}\r", end="", file=sys.stderr, flush=True)
+        elif line and now - self.last >= TOLD_EVERY_S:
+            self.last = now
+            print(f"{now - self.began:5.0f} s  {line}", file=sys.stderr, flush=True)
+
+
+tell = Teller()
 
 
 def run_parts(parts: str, sizes: Sizes, out: Path, *, seed: int = 0) -> Json:
-    """Run the parts in order; print each one's table and write all that is known so far as JSON after each."""
+    """Run the parts in order; print each one's table and write all that is known so far as JSON after each.
+
+    A part that fails is on record with what it said, and the next one begins.
+    """
     content: Json = {"surroundings": surroundings().to_json(), "seed": seed, "sizes": asdict(sizes), "parts": {}}
     measured = {"a": (part_a, table_a), "b": (part_b, table_b), "c": (part_c, table_c)}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -794,14 +1000,20 @@ def run_parts(parts: str, sizes: Sizes, out: Path, *, seed: int = 0) -> Json:
         models = [make_models(kind, folder / str(i)) for i, kind in enumerate(sizes.kinds)] if set(parts) & set(measured) else []
         for part in parts:
             began = time.monotonic()
-            if part in measured:
-                found, table = measured[part][0](sizes, models, folder, seed), measured[part][1]
-            else:
-                found, table = part_d(sizes, seed), table_d
+            try:
+                if part in measured:
+                    found, table = measured[part][0](sizes, models, folder, seed), measured[part][1]
+                else:
+                    found, table = part_d(sizes, seed), table_d
+                lines = table(found)
+            except Exception as error:
+                traceback.print_exc()
+                found = {"failed": f"{type(error).__name__}: {error}"}
+                lines = [f"{part}. failed: {found['failed']}"]
             found["seconds"] = time.monotonic() - began
             content["parts"][part] = found
             tell("")
-            print("\n".join([*table(found), f"   ({found['seconds']:.0f} s)", ""]), flush=True)
+            print("\n".join([*lines, f"   ({found['seconds']:.0f} s)", ""]), flush=True)
             out.write_text(dump_json(content))
     return content
 
@@ -825,7 +1037,9 @@ def main() -> None:
         model, baseline, data, runs, batch = options.plain_loop
         print(json.dumps(plain_loop(Path(model), Path(baseline), Path(data), int(runs), int(batch))))
         return
-    run_parts(options.parts, QUICK if options.quick else Sizes(), options.json, seed=options.seed)
+    content = run_parts(options.parts, QUICK if options.quick else Sizes(), options.json, seed=options.seed)
+    if any("failed" in part for part in content["parts"].values()):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@
 Both sides run on this machine, one after the other, with one trial at a time. The engine's side is a whole sweep over a small
 network: a pass that only stamps the model (so each trial builds, checks, scores and measures a model of its own), and a measurer
 that times nothing. A trial's cost is the time from one trial's end to the next one's; its own work, what the functions of its stages
-took inside their child processes, is taken off. Ray's side is a function that reports one number. Prints a table of medians with 95 %
-limits (sign test), for 10 and 100 trials and, with --full, 1,000.
+took inside their child processes, is taken off. What is left is split into the sampler's share, which is the time to choose the
+trial's point, and the engine's. Ray's side is a function that reports one number. Prints a table of medians with 95 % limits (sign
+test), for sweeps of 10 and 100 trials and, with --full, 1,000, and how much the engine's own part grows: from the shortest sweep to
+the longest, and from the first hundred trials of the longest to its last hundred, which the machine's mood spoils less.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def small_model(folder: Path) -> None:
 
 
 def engine(folder: Path, trials: int, sampler: str) -> dict[str, Any]:
-    """Run a sweep; returns seconds of each trial after the first, and of the stages' own work in it."""
+    """Run a sweep; returns seconds of each trial after the first, of the stages' own work in it, and of choosing its point."""
     from autotune.sweep.run import run
 
     sweep = {
@@ -79,9 +81,12 @@ def engine(folder: Path, trials: int, sampler: str) -> dict[str, Any]:
         "budget": {"trials": trials}, "search": {"sampler": sampler}, "measure": {"measurer": str(folder / "stamp.py") + ":latency"},
     }  # fmt: skip
     ends: list[float] = []
+    choosing: dict[int, float] = {}
 
     def watch(event: Mapping[str, Any]) -> None:
-        if event["event"] == "trial-finished":
+        if event["event"] == "trial-started":
+            choosing[event["number"]] = event["choosing_seconds"]
+        elif event["event"] == "trial-finished":
             ends.append(time.perf_counter())
 
     result = run(sweep, folder / f"out-{trials}", on_event=watch)
@@ -90,7 +95,9 @@ def engine(folder: Path, trials: int, sampler: str) -> dict[str, Any]:
     assert all(r.measured and r.shares_with is None for r in result.records), "every trial must be measured"
     # The untouched model is measured once, as the baseline, and costs less; the first trial waits for the servers to start.
     full = [n for n in range(1, len(ends)) if not records[n].unchanged]
-    return {"seconds": [ends[n] - ends[n - 1] for n in full], "work": [records[n].work_s for n in full]}
+    return {
+        "seconds": [ends[n] - ends[n - 1] for n in full], "work": [records[n].work_s for n in full], "choosing": [choosing[n] for n in full],
+    }  # fmt: skip
 
 
 def bare_ray(trials: int) -> list[float]:
@@ -126,6 +133,12 @@ def row(name: str, trials: int, seconds: Sequence[float]) -> dict[str, Any]:
     return {"side": name, "trials": trials, "median_ms": found.value * 1e3, "low_ms": found.low * 1e3, "high_ms": found.high * 1e3}
 
 
+def growth(after: Sequence[float], before: Sequence[float]) -> dict[str, float]:
+    """Ratio of two medians; its limits are those of one held against the opposite ones of the other, so they are wide."""
+    late, early = median_interval(after), median_interval(before)
+    return {"value": late.value / early.value, "low": late.low / early.high, "high": late.high / early.low}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, nargs="+", default=[10, 100], help="lengths of the sweeps")
@@ -135,20 +148,38 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[dict[str, Any]] = []
-    for trials in [*options.trials, *([1000] if options.full else [])]:
+    own: dict[int, list[float]] = {}
+    print(f"{'':32} {'trials':>6} {'median':>9} {'95 % limits':>20}")
+
+    def tell(name: str, trials: int, seconds: Sequence[float]) -> None:
+        rows.append(row(name, trials, seconds))
+        r = rows[-1]
+        print(f"{r['side']:32} {r['trials']:>6} {r['median_ms']:>6.1f} ms {r['low_ms']:>8.1f} to {r['high_ms']:.1f} ms", flush=True)
+
+    for trials in sorted({*options.trials, *([1000] if options.full else [])}):
         with tempfile.TemporaryDirectory(prefix="overhead-") as name:
             folder = Path(name)
             small_model(folder)
             found = engine(folder, trials, options.sampler)
-        rows.append(row("engine, whole trial", trials, found["seconds"]))
-        rows.append(row("  its stages' own work", trials, found["work"]))
-        rows.append(row("  the engine beyond it", trials, np.subtract(found["seconds"], found["work"])))
-        rows.append(row("bare Ray Tune trial", trials, bare_ray(trials)))
-    print(f"{'':24} {'trials':>6} {'median':>9} {'95 % limits':>20}")
-    for r in rows:
-        print(f"{r['side']:24} {r['trials']:>6} {r['median_ms']:>6.1f} ms {r['low_ms']:>8.1f} to {r['high_ms']:.1f} ms")
+        beyond = np.subtract(found["seconds"], found["work"])
+        own[trials] = list(beyond - found["choosing"])
+        tell("whole trial", trials, found["seconds"])
+        tell("  its stages' own work", trials, found["work"])
+        tell("  beyond it", trials, beyond)
+        tell("    the sampler's share", trials, found["choosing"])
+        tell("    the engine's", trials, own[trials])
+        tell("bare Ray Tune trial", trials, bare_ray(trials))
+    shortest, longest = min(own), max(own)
+    grown = {}
+    if longest > shortest:
+        grown[f"a sweep of {longest} trials, to one of {shortest}"] = growth(own[longest], own[shortest])
+    if longest >= 200:
+        grown[f"the last hundred trials of {longest}, to the first"] = growth(own[longest][-100:], own[longest][:100])
+    for what, ratio in grown.items():
+        print(f"growth of the engine's part, {what}: {ratio['value']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})")
     if options.json:
-        options.json.write_text(dump_json({"rows": rows, "sampler": options.sampler, "surroundings": surroundings().to_json()}))
+        content = {"rows": rows, "growth": grown, "sampler": options.sampler, "surroundings": surroundings().to_json()}
+        options.json.write_text(dump_json(content))
 
 
 if __name__ == "__main__":

@@ -419,6 +419,7 @@ def test_without_a_watch_nothing_is_flagged() -> None:
 # Limits ---------------------------------------------------------------------------------------------------------------------
 
 FOUR_TENTHS, TWO_MS = StopAbove("ratio", 0.4, "latency <= 0.4x"), StopAbove("ms", 2.0, "latency <= 2ms")
+FOUR_TIMES = StopAbove("ratio", 4.0, "latency <= 4x")
 
 
 @pytest.mark.parametrize("limit", [FOUR_TENTHS, TWO_MS])
@@ -446,6 +447,26 @@ def test_a_candidate_that_may_meet_its_limits_is_timed_to_the_end() -> None:
     )
 
     assert (samples.stopped_by, samples.why) == ("max_rounds", "")
+
+
+def test_a_candidate_that_a_rival_beats_for_sure_is_timed_no_longer_and_said_to_be_stopped_by_that_rule() -> None:
+    rng = np.random.default_rng(0)
+    clock = FakeClock()
+    candidate, baseline = (FakeModel(clock, lambda _, __, ms=ms: ms * MS * rng.lognormal(0, 0.02)) for ms in (3, 2))
+    beaten = StopAbove("ratio", 1.1, "t-0003 is better in latency", rule="off-front", error=1e-5)
+    protocol = LatencyProtocol(ratio_width=0.0001, max_time_ns=10**12)
+
+    samples = measure_paired(candidate.open, baseline.open, protocol, seed=0, limits=[FOUR_TIMES, beaten], clock_ns=clock)
+
+    assert (samples.stopped_by, samples.why) == ("off-front", "t-0003 is better in latency")
+    assert samples.session_pairs == 8
+    assert samples.ratio().low > 1.1
+
+
+@pytest.mark.parametrize("error", [0.0, 1.0, float("nan")])
+def test_an_error_that_is_no_probability_is_refused(error: float) -> None:
+    with pytest.raises(ConfigError, match="its error must be above 0 and below 1"):
+        StopAbove("ratio", 1.0, "", error=error)
 
 
 @pytest.mark.parametrize(("of", "limit"), [("seconds", 1.0), ("ms", 0.0), ("ratio", float("nan"))])

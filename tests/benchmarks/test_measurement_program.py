@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.records import Interval, MetricValue
+from autotune.records import Cause, Interval, MetricValue
+from autotune.stages import StageOutcome
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "comparisons" / "measurement.py"
 
@@ -131,6 +134,36 @@ def test_false_and_missed_members_are_counted_beyond_the_tolerance(
     assert (found["members"], found["named"], found["true_members"]) == (len(shown), len(named), 3)
 
 
+def test_who_truly_breaks_the_limit_is_false_beats_nobody_and_is_not_missed(program: ModuleType) -> None:
+    room = np.array([3.0, 1.0, -4.0, 1.0, 1.0])  # the fastest breaks the limit by four tolerances
+
+    found = program.held_against(LOSSES, [0, 1, 2], [0, 1, 2], room=room, certain=[1])
+    fooled = program.held_against(LOSSES, [0, 2, 4], [0, 2, 4], room=np.where(room < 0, -0.5, room), certain=[4])
+
+    assert (found["wrong"], found["broken"], found["missed"], found["true_members"], found["wrong_certain"]) == (1, 1, 0, 2, 0)
+    assert (fooled["broken"], fooled["wrong_certain"], fooled["certain"]) == (0, 1, 1)  # by less than a tolerance is no break
+
+
+def test_a_replay_ends_the_ruined_early_and_delivers_who_holds_on_rows_held_out(program: ModuleType) -> None:
+    rng = np.random.default_rng(5)
+    truth = program.make_truth(4, rng)
+    right = np.tile(rng.random(program.POPULATION) < 0.9, (5, 1))
+    ruined, lucky, sound, slow = 1, 2, 3, 4
+    right[ruined] &= rng.random(program.POPULATION) < 0.6
+    right[lucky, truth.rows[: program.HOLDOUT]] = False  # right wherever the search looks
+    truth = replace(truth, right=right, ratio=np.array([1.0, 0.3, 0.4, 0.6, 1.5]))
+
+    searched, ended = program.chosen_by_autotune(truth, program.Machine(rng), 1.0, seed=7)
+
+    assert searched["early"] == {"infeasible": 1}
+    assert searched["delivered"] == lucky
+    assert ended["delivered"] == sound
+    assert {ruined, slow} & {*searched["front"], *ended["front"]} == set()
+    whole = program.ROWS - program.HOLDOUT
+    assert 3 * whole < searched["rows"] * 4 <= 3.05 * whole  # of the ruined one next to nothing
+    assert ended["rows"] * 4 == searched["rows"] * 4 + 2 * program.HOLDOUT  # two finalists
+
+
 def test_a_made_up_table_is_as_it_says(program: ModuleType) -> None:
     truth = program.make_truth(60, np.random.default_rng(0))
 
@@ -192,9 +225,36 @@ def test_a_tiny_run_prints_every_table_and_writes_json(program: ModuleType, tmp_
     assert all(row["ratio"]["hold"]["of"] == 2 for row in b["rows"])
     assert {row["method"] for row in c["rows"]} >= {"plain loop, 20 runs", "plain loop, 200 runs", "autotune, 0.1 s"}
     assert any("onnxruntime_perf_test" in note for note in c["notes"])
-    assert [row["way"] for row in d["rows"]] == ["20 runs, 300 rows", "20 runs, 4,000 rows", "200 runs, 4,000 rows", "autotune"]
+    assert [row["way"] for row in d["rows"]] == [
+        "20 runs, 300 rows", "20 runs, 4,000 rows", "200 runs, 4,000 rows", "autotune, search alone", "autotune",
+    ]  # fmt: skip
     assert all(row["tables"] == 2 for row in d["rows"])
+    assert all(row["quiet"]["rounds"] >= row["quiet"]["disturbed"] >= 0 < row["quiet"]["measurements"] for row in (a, c, *b["rows"]))
     assert content["parts"].keys() == written["parts"].keys()
+
+
+def test_a_part_that_fails_is_on_record_and_the_next_one_is_run(
+    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = program.Sizes(kinds=(program.Kind("tiny", 16, 3, 2, 1),), alike=1, tables=1, models=4, replay_s=0.3)
+    broken = program.Bench(tmp_path, None)
+    broken.runner = Failing()
+    monkeypatch.setattr(program, "measuring_bench", lambda _folder: contextlib.nullcontext(broken))
+
+    content = program.run_parts("ad", tiny, tmp_path / "figures.json")
+
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert written["parts"]["a"]["failed"].endswith("it ended 2 times with: killed by signal 9")
+    assert written["parts"]["d"]["rows"]
+    assert content["parts"].keys() == {"a", "d"}
+    assert "a. failed: PartFailed" in capsys.readouterr().out
+
+
+class Failing:
+    """Stands for children that are killed."""
+
+    def run(self, *_: Any, **__: Any) -> StageOutcome:
+        return StageOutcome(value=None, cause=Cause.SIGNAL, message="killed by signal 9")
 
 
 @pytest.mark.parametrize("parts", ["a,x", "", "a,a"])

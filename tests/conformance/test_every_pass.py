@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,20 @@ def test_a_pass_that_breaks_the_contract_is_found_out(fault: str, told: str, sam
 
     with pytest.raises(ConformanceFault, match=told):
         conformance.check_run(_Broken, SPEC, {"fault": fault}, sample, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("notes", "told"),
+    [
+        ({}, "must tell what share"),
+        ({"coverage": {"operators": 3}}, "must tell what share"),
+        ({"coverage": {"operators": 3, "of_operators": 2}}, "3 of 2 operators"),
+        ({"changed": False, "coverage": {"weight_bytes": 4, "of_weight_bytes": 8}}, "can't have changed 4 weight_bytes"),
+    ],
+)
+def test_a_pass_that_does_not_say_what_share_it_changed_is_found_out(notes: dict[str, Any], told: str, samples: dict[str, Sample]) -> None:
+    with pytest.raises(ConformanceFault, match=told):
+        conformance.check_coverage(replace(samples["onnx"].model, notes=notes))
 
 
 def test_a_result_that_does_not_load_is_found_out(samples: dict[str, Sample], tmp_path: Path) -> None:

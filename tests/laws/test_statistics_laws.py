@@ -212,6 +212,28 @@ def test_a_limit_that_is_just_met_seldom_ends_a_measurement_however_often_it_is_
     assert ended / 800 <= 0.036  # 0.025 and two standard errors
 
 
+@pytest.mark.parametrize("law", SESSIONS)
+@pytest.mark.parametrize("error", [0.02, 0.002])
+def test_a_rival_that_is_just_equalled_seldom_ends_a_measurement_however_small_the_error(law: str, error: float) -> None:
+    rng = np.random.default_rng(23)
+    ended, repeats = 0, 1500
+    for _ in range(repeats):
+        logs, looks = SESSIONS[law](rng, 120), statistics.Looks(statistics.LEAST_FOR_A_LOOK)
+        ended += any(
+            looks.due(n) and statistics.median_far_above(logs[:n], 0.0, error=statistics.error_at_look(looks.made, error)) for n in range(1, 121)
+        )
+
+    assert ended / repeats <= error + 3 * np.sqrt(error / repeats)
+
+
+def test_eight_pairs_tell_a_median_far_above_where_the_sign_test_would_need_twenty() -> None:
+    logs = 0.2 + 0.01 * np.random.default_rng(24).normal(size=8)
+
+    assert statistics.median_far_above(logs, 0.05, error=1e-6)
+    assert not statistics.median_above(logs, 0.05, error=1e-6)
+    assert not statistics.median_far_above(logs, 0.195, error=1e-6)
+
+
 def test_errors_of_all_looks_add_up_to_the_whole() -> None:
     assert sum(statistics.error_at_look(look, 0.05) for look in range(1, 100_000)) == pytest.approx(0.05, rel=1e-4)
 

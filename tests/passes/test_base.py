@@ -13,9 +13,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from autotune.errors import PassConfigError, PassError
-from autotune.model import ONNXModelHandler, load_script
+from autotune.model import ONNXModelHandler
 from autotune.passes.base import SEARCH, ConfigView, ModelTraits, ParamCategory, Pass, PassConfigParam, PassContract
-from autotune.passes.registry import get_pass
 from autotune.search_spaces.parameters import INACTIVE, INVALID, Boolean, Categorical, Conditional, ConditionalDefault
 from autotune.search_spaces.space import compile_space, enumerate_points
 from autotune.target import AcceleratorSpec
@@ -318,20 +317,3 @@ def test_a_pass_that_takes_float_models_only_is_taken_to_quantize() -> None:
 
     assert Mode.traits({}) == ModelTraits()
     assert Quantizes.traits({}) == ModelTraits(quantized=True)
-
-
-def test_a_script_that_was_edited_is_loaded_again_and_its_pass_takes_the_place_of_the_former(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
-    source = (
-        "from autotune.passes.base import Pass\nfrom autotune.passes.registry import register\n\n\n@register\nclass EditedPass(Pass):\n"
-        "    version = {}\n\n    @classmethod\n    def _default_config(cls, accelerator_spec):\n        return {{}}\n\n"
-        "    def _run_for_config(self, model, config, output_model_path):\n        return model\n"
-    )
-    found = []
-    for version in (1, 2):
-        script.write_text(source.format(version))
-        load_script(script, who="script")
-        load_script(script, who="script")  # the same again changes nothing
-        found.append(vars(get_pass("EditedPass"))["version"])
-
-    assert found == [1, 2]

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from onnx import helper, numpy_helper
 
+from autotune.errors import PassConfigError
 from autotune.model import ONNXModelHandler
 from autotune.passes import onnx_quantization
 from autotune.passes.findings import Findings
 from autotune.passes.onnx_quantization import OnnxQuantization
 from autotune.passes.quantization_groups import groups_of
+from autotune.search_spaces.space import compile_space, enumerate_points
 from autotune.target import AcceleratorSpec
 from tests.passes.small_onnx import handler, random_weight, run
 
@@ -79,9 +81,12 @@ def test_the_worst_groups_stay_in_float_and_the_error_falls(model: ONNXModelHand
 
 
 def test_the_harm_of_a_group_is_the_error_of_a_model_with_only_it_quantized(model: ONNXModelHandler, tmp_path: Path, calib: str) -> None:
-    result = quantize(model, tmp_path / "all", calibration_data_dir=calib, exclude_top_k=3)
+    findings = Findings(tmp_path / "findings")
+    quantize(model, tmp_path / "all", findings, calibration_data_dir=calib, exclude_top_k=1)
 
-    harms = {tuple(entry["nodes"]): entry["harm"] for entry in result.notes["excluded_groups"]}
+    (path,) = (tmp_path / "findings").glob("harm-*.json")
+    order = json.loads(path.read_text())["found"]
+    harms = {tuple(entry["nodes"]): entry["harm"] for entry in order}
     assert set(harms) == {("first", "first/act"), ("second",), ("third",)}
     assert list(harms.values()) == sorted(harms.values(), reverse=True)
     rows = np.unique(np.linspace(0, 31, 16).round().astype(int))  # the rows that are looked at
@@ -90,13 +95,46 @@ def test_the_harm_of_a_group_is_the_error_of_a_model_with_only_it_quantized(mode
         np.testing.assert_allclose(harm, error(model, alone, X[rows]), rtol=0.15)
 
 
-def test_more_groups_than_there_are_leave_the_model_as_it_was_and_say_so(model: ONNXModelHandler, tmp_path: Path, calib: str) -> None:
-    result = quantize(model, tmp_path / "out", calibration_data_dir=calib, exclude_top_k=50)
+@pytest.mark.parametrize("k", [3, 50, 0.7])
+def test_as_many_groups_as_there_are_leave_the_model_as_it_was_without_any_work(
+    k: float, model: ONNXModelHandler, tmp_path: Path, calib: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def worked(*_: Any, **__: Any) -> None:
+        raise AssertionError("nothing is to be found out")
+
+    for name in ("activation_ranges", "by_harm"):
+        monkeypatch.setattr(onnx_quantization, name, worked)
+
+    result = quantize(model, tmp_path / "out", calibration_data_dir=calib, exclude_top_k=k)
 
     assert result.digest == model.digest
     assert result.notes["changed"] is False
-    assert len(result.notes["excluded_groups"]) == 3
     assert result.notes["reason"] == "every group of nodes is excluded: there are 3"
+
+
+def test_a_share_of_the_groups_is_rounded_up(model: ONNXModelHandler, tmp_path: Path, calib: str) -> None:
+    tenth, one = (quantize(model, tmp_path / str(k), calibration_data_dir=calib, exclude_top_k=k) for k in (0.1, 1))
+    half = quantize(model, tmp_path / "half", calibration_data_dir=calib, exclude_top_k=0.5)
+
+    assert tenth.digest == one.digest
+    assert [len(r.notes["excluded_groups"]) for r in (tenth, half)] == [1, 2]
+
+
+def test_shares_are_searched_by_default_where_most_operators_are_quantized_and_nowhere_else() -> None:
+    space = compile_space(OnnxQuantization.search_space(SPEC))
+
+    searched = {(p["quant_mode"], p["op_types_to_quantize"], p.get("exclude_top_k")) for p in enumerate_points(space)}
+
+    assert searched == {
+        *(("static", kind, k) for kind in ("all", "conv+matmul") for k in (0, 0.1, 0.25)),
+        *(("static", kind, 0) for kind in ("conv", "matmul")), ("dynamic", "all", None), ("dynamic", "matmul", None),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.0, 2.5, True])
+def test_what_is_neither_a_number_nor_a_share_of_groups_is_refused(wrong: Any) -> None:
+    with pytest.raises(PassConfigError, match="exclude_top_k must be"):
+        OnnxQuantization(SPEC, {"exclude_top_k": wrong})
 
 
 def test_the_order_is_found_once_and_shared(model: ONNXModelHandler, tmp_path: Path, calib: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,17 @@ class Attention(nn.Module):
         return self.layer(x)
 
 
+class Weighted(nn.Module):
+    """Numbers among the defaults, which tracing would make inputs of."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, first, second, share=2.0, keep=0):
+        return self.out(first * share) - second[:, keep:]
+
+
 class Noise(nn.Module):
     def forward(self, x):
         return x + torch.rand_like(x)
@@ -77,6 +88,8 @@ def tokens(): return build(Tokens)
 def frozen(): return build(Frozen)
 def branches(): return build(Branches)
 def attention(): return build(Attention)
+def weighted(): return build(Weighted)
+def wide(): return build(lambda: nn.Linear(64, 32))
 def noise(): return build(Noise)
 '''
 PIXELS = IoContract((TensorSpec("pixels", "float32", ("batch", 1, 8, 8)),), (TensorSpec("logits", "float32", None),))
@@ -122,11 +135,50 @@ def test_the_graph_computes_what_the_module_does_at_any_batch_size(tmp_path: Pat
 
 
 @EXPORTERS
-def test_inputs_go_in_by_name_and_all_outputs_come_out(tmp_path: Path, exporter: str) -> None:
+def test_inputs_go_in_by_name_and_outputs_keep_their_keys(tmp_path: Path, exporter: str) -> None:
     result = convert(network(tmp_path, "tokens", IDS), tmp_path / "out", exporter=exporter)
 
     assert [(s.name, s.shape) for s in result.io.inputs] == [("ids", ("batch", "length")), ("mask", ("batch", "length"))]
-    assert [(s.name, s.shape) for s in result.io.outputs] == [("output", ("batch", "length", 2)), ("output_1", ("batch", 6))]
+    assert [(s.name, s.shape) for s in result.io.outputs] == [("tokens", ("batch", "length", 2)), ("pooled", ("batch", 6))]
+
+
+def test_an_order_other_than_that_of_forward_feeds_each_input_its_own(tmp_path: Path) -> None:
+    io = IoContract((TensorSpec("second", "float32", ("batch", 2)), TensorSpec("first", "float32", ("batch", 3))))
+    model = network(tmp_path, "weighted", io)
+
+    result = convert(model, tmp_path / "out")
+
+    rng = np.random.default_rng(0)
+    feed = {"second": rng.random((4, 2), np.float32), "first": rng.random((4, 3), np.float32)}
+    with torch.no_grad():
+        expected = model.load()(**{n: torch.from_numpy(a) for n, a in feed.items()}).numpy()
+    np.testing.assert_allclose(create_session(result.path, result.session).run(None, feed)[0], expected, atol=1e-6)
+    assert {i.name for i in result.load().graph.initializer} >= {"out.weight", "out.bias"}
+
+
+@EXPORTERS
+def test_weights_above_a_size_lie_in_one_file_beside_the_model(tmp_path: Path, exporter: str) -> None:
+    io = IoContract((TensorSpec("x", "float32", ("batch", 64)),))
+    model = network(tmp_path, "wide", io)
+    weight_bytes = 4 * (64 * 32 + 32)
+
+    outside = convert(model, tmp_path / "outside", exporter=exporter, external_data_above=weight_bytes - 1)
+    inside = convert(model, tmp_path / "inside", exporter=exporter, external_data_above=weight_bytes)
+
+    x = np.random.default_rng(0).random((3, 64), np.float32)
+    np.testing.assert_array_equal(*(create_session(r.path, r.session).run(None, {"x": x})[0] for r in (outside, inside)))
+    assert sorted(p.name for p in outside.folder.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert [p.name for p in inside.folder.iterdir()] == ["model.onnx"]
+    assert (outside.notes["external_data"], inside.notes["external_data"]) == (True, False)
+
+
+def test_dynamic_shapes_name_axes_and_their_ranges(tmp_path: Path) -> None:
+    shapes = {"x": [{"name": "rows", "min": 2, "max": 8}, "length", None]}
+
+    result = convert(network(tmp_path, "frozen", ROWS), tmp_path / "out", dynamic_shapes=shapes)
+
+    assert [s.shape for s in result.io.inputs] == [("rows", "length", 8)]
+    assert (result.notes["exporter"], result.notes["other_sizes_checked"]) == ("dynamo", True)
 
 
 @EXPORTERS
@@ -153,8 +205,17 @@ def test_an_opset_beyond_the_exporter_is_refused_before_any_run() -> None:
     with pytest.raises(PassConfigError, match="target_opset must be from 18 to 28 with exporter 'dynamo'; got 17"):
         OnnxConversion(CPU, {"exporter": "dynamo", "target_opset": 17})
     with pytest.raises(PassConfigError, match="target_opset must be from 7 to 23 with exporter 'torchscript'; got 24"):
-        OnnxConversion(CPU, {"target_opset": 24})
+        OnnxConversion(CPU, {"exporter": "torchscript", "target_opset": 24})
+    with pytest.raises(PassConfigError, match="must be from 18 to 28 with exporter 'dynamo', which dynamic_shapes need; got 17"):
+        OnnxConversion(CPU, {"dynamic_shapes": {}, "target_opset": 17})
     assert OnnxConversion(CPU, {"target_opset": 17}).config["target_opset"] == 17
+
+
+def test_axes_are_named_for_the_exporter_that_is_used_and_once() -> None:
+    with pytest.raises(PassConfigError, match="dynamic_shapes is for exporter 'dynamo'; got exporter 'torchscript'"):
+        OnnxConversion(CPU, {"exporter": "torchscript", "dynamic_shapes": {}})
+    with pytest.raises(PassConfigError, match="axes must be named once; got dynamic_axes and dynamic_shapes"):
+        OnnxConversion(CPU, {"dynamic_axes": {}, "dynamic_shapes": {}})
 
 
 @EXPORTERS
@@ -185,6 +246,8 @@ def test_an_axis_fixed_without_a_size_is_refused(tmp_path: Path) -> None:
     [
         ({"dynamic_axes": {"pixel": {0: "n"}}}, "dynamic_axes must name inputs of the model; got 'pixel'. Did you mean 'pixels'?"),
         ({"dynamic_axes": {"pixels": {4: "n"}}}, "dynamic_axes of 'pixels' must be from 0 to 3; got 4"),
+        ({"dynamic_shapes": {"pixels": {0: {"least": 2}}}}, "an axis in dynamic_shapes of 'pixels' takes name, min and max; got 'least'"),
+        ({"dynamic_shapes": {"pixels": {0: {"min": 9, "max": 3}}}}, "whole numbers from 1 on, min below max; got min 9, max 3"),
         ({"input_shapes": {"pixel": [1, 1, 8, 8]}}, "input_shapes must name inputs of the model; got 'pixel'. Did you mean 'pixels'?"),
         ({"input_shapes": [1, 8, 8]}, "input 'pixels' has 4 axes; got shape [1, 8, 8]"),
         ({"input_shapes": [[1, 1, 8, 8], [1]]}, "input_shapes must hold one shape for each input (pixels); got 2 shapes"),

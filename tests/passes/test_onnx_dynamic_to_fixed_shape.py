@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from autotune.errors import PassConfigError, PassError
 from autotune.model import ONNXModelHandler
 from autotune.passes.onnx_dynamic_to_fixed_shape import OnnxDynamicToFixedShape
+from autotune.passes.onnx_static_quantization import OnnxStaticQuantization
 from autotune.target import AcceleratorSpec
 from tests.passes.small_onnx import handler, random_weight, run
 
@@ -134,7 +135,8 @@ def test_names_and_shapes_that_the_model_lacks_are_refused(config: dict[str, Any
         ({"dim_param": {"batch": True}}, "whole numbers from 1"),
         ({"input_shapes": {"x": [0, 16]}}, "whole numbers from 1"),
         ({"input_shapes": {"x": 16}}, "lists of whole numbers"),
-        ({}, "dim_param or input_shapes must be given"),
+        ({}, "dim_param, input_shapes or fixed_inputs must be given"),
+        ({"fixed_inputs": {"x": {"a": 1}}}, "numbers, texts, or lists"),
     ],
 )
 def test_sizes_that_are_none_are_refused_before_anything_runs(config: dict[str, Any], told: str) -> None:
@@ -169,3 +171,74 @@ def test_sizes_that_only_data_tell_are_named(tmp_path: Path) -> None:
 
     assert list(result.notes["outputs_still_dynamic"]) == ["y"]
     onnx.checker.check_model(str(result.path), full_check=True)
+
+
+def two_rates(folder: Path, *, rate: onnx.ValueInfoProto | None = None) -> ONNXModelHandler:
+    """A model that multiplies by one weight at a rate of 16000 and by another one else, where an If on the sum of x chooses what comes next."""
+    value = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 16]) for n in ("t", "u")]
+    inner = {
+        key: helper.make_graph([node(kind, ["m"], ["u"], f"{kind}_inside")], key, [], [value[1]])
+        for key, kind in (("then_branch", "Tanh"), ("else_branch", "Neg"))
+    }
+    nodes = [
+        node("MatMul", ["x", "w"], ["m"], "fast"), node("ReduceSum", ["x"], ["sum"], "sum", keepdims=0),
+        node("Greater", ["sum", "zero"], ["positive"], "greater"), node("If", ["positive"], ["t"], "on_data", **inner),
+    ]  # fmt: skip
+    then = helper.make_graph(nodes, "then", [], [value[0]], [random_weight("w", 16, 16)])
+    other = helper.make_graph([node("MatMul", ["x", "w"], ["t"], "slow")], "else", [], [value[0]], [random_weight("w", 16, 16, seed=1)])
+    outer = [
+        node("Constant", [], ["known"], "known", value=numpy_helper.from_array(np.array(16000, np.int64))),
+        node("Equal", ["rate", "known"], ["same"], "equal"),
+        node("If", ["same"], ["y"], "on_rate", then_branch=then, else_branch=other),
+    ]
+    given = rate or helper.make_tensor_value_info("rate", TensorProto.INT64, [])
+    return handler(folder, outer, [numpy_helper.from_array(np.array(0, np.float32), "zero")], inputs=[given])
+
+
+@pytest.mark.parametrize(("rate", "kept"), [(16000, "fast"), (8000, "slow")])
+def test_an_input_with_a_value_settles_the_if_that_hangs_on_it_and_no_other(rate: int, kept: str, tmp_path: Path) -> None:
+    model = two_rates(tmp_path / "in")
+    x = np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)
+
+    result = fix(model, tmp_path / "out", fixed_inputs={"rate": rate})
+
+    nodes = result.load().graph.node
+    assert [n.name for n in nodes if n.op_type == "MatMul"] == [kept]
+    assert [n.name for n in nodes if n.op_type == "If"] == (["on_data"] if kept == "fast" else [])
+    assert (result.notes["fixed_inputs"], result.notes["resolved_ifs"]) == ({"rate": rate}, 1)
+    assert result.size_bytes < 0.7 * model.size_bytes
+    assert [s.name for s in result.io.inputs] == ["x", "rate"]
+    for data in (np.abs(x), -np.abs(x)):
+        np.testing.assert_array_equal(run(result, x=data, rate=np.array(0)), run(model, x=data, rate=np.array(rate)))
+    onnx.checker.check_model(result.load(), full_check=True)
+
+
+def test_what_was_inside_of_a_settled_if_can_be_quantized_statically(tmp_path: Path) -> None:
+    x = np.abs(np.random.default_rng(0).standard_normal((8, 16))).astype(np.float32)
+    np.savez(tmp_path / "rows.npz", x=x[:, None], rate=np.full(8, 16000))
+    (tmp_path / "quantized").mkdir()
+    model = two_rates(tmp_path / "in")
+
+    fixed = fix(model, tmp_path / "out", fixed_inputs={"rate": 16000}, dim_param={"batch": 1}, compare_data_dir=str(tmp_path / "rows.npz"))
+    result = OnnxStaticQuantization(SPEC, {"calibration_data_dir": str(tmp_path / "rows.npz")}).run(fixed, tmp_path / "quantized")
+
+    assert result.notes["coverage"]["nodes"] == 1
+    wanted = run(model, x=x[:1], rate=np.array(16000))
+    assert np.abs(run(result, x=x[:1], rate=np.array(16000)) - wanted).max() < 0.05 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    ("rate", "shape", "told"),
+    [
+        ({"rat": 1}, (), "Did you mean 'rate'"),
+        ({"rate": 1.5}, (), "must be int64"),
+        ({"rate": "fast"}, (), "must be int64"),
+        ({"rate": [1, 2]}, (), r"must have shape \[\]"),
+        ({"rate": 1}, (2,), r"must have shape \[2\]"),
+    ],
+)
+def test_values_that_an_input_can_t_have_are_refused(rate: dict[str, Any], shape: tuple[int, ...], told: str, tmp_path: Path) -> None:
+    model = two_rates(tmp_path / "in", rate=helper.make_tensor_value_info("rate", TensorProto.INT64, shape))
+
+    with pytest.raises(PassError, match=told):
+        fix(model, tmp_path / "out", fixed_inputs=rate)

@@ -41,6 +41,25 @@ def test_operators_are_counted_in_branches_too() -> None:
     assert counts == {"Add": 1, "If": 1, "Mul": 1}
 
 
+def test_no_two_graphs_define_the_same_name_when_values_are_named_apart() -> None:
+    inner = helper.make_graph([helper.make_node("Neg", ["t"], ["u"])], "inner", [], [value("u", 2)])
+    same = helper.make_graph([helper.make_node("Abs", ["t"], ["u"])], "same", [], [value("u", 2)])
+    taking = [helper.make_node("Add", ["x", "v"], ["t"]), helper.make_node("If", ["c"], ["z"], then_branch=inner, else_branch=same)]
+    then = helper.make_graph(taking, "then", [], [value("z", 2)], [pair("v")])
+    other = helper.make_graph([helper.make_node("Mul", ["x", "v"], ["t"])], "else", [], [value("t", 2)], [pair("v")])
+    true = numpy_helper.from_array(np.array(True), "c")
+    proto = model_of([helper.make_node("If", ["c"], ["y"], then_branch=then, else_branch=other)], [true])
+
+    onnx_graph.name_values_apart(proto)
+
+    graphs = list(onnx_graph.graphs_of(proto.graph))
+    defined = [name for g in graphs for name in (*(t.name for t in g.initializer), *(o for n in g.node for o in n.output))]
+    assert sorted(defined) == ["c", "t", "t_1", "u", "u_1", "v", "v_1", "y", "z"]
+    assert [list(n.input) for g in graphs for n in g.node] == [["c"], ["x", "v"], ["x", "v_1"], ["c"], ["t_1"], ["t_1"]]
+    assert [v.name for g in graphs for v in g.output] == ["y", "t", "z", "u", "u_1"]  # else before then
+    onnx.checker.check_model(proto, full_check=True)
+
+
 def test_operators_of_other_domains_carry_their_domain() -> None:
     proto = model_of([helper.make_node("FusedThing", ["x"], ["y"], domain="acme.ops")])
 

@@ -195,8 +195,9 @@ def test_the_search_space_leaves_out_what_is_slow_or_impossible() -> None:
     space = compile_space(OnnxQuantization.search_space(SPEC, {"reduce_range": False}))
 
     points = list(enumerate_points(space))
-    # static: 3 methods, 4 sets of operators, per channel or not; dynamic: 2 weight types, 2 sets of operators, per channel or not
-    assert len(points) == 3 * 4 * 2 + 2 * 2 * 2
+    # static: 3 methods, per channel or not, and for all, conv, matmul, conv+matmul so many shares left out times products in float or not;
+    # dynamic: 2 weight types, 2 sets of operators, per channel or not
+    assert len(points) == 3 * 2 * (3 * 1 + 1 * 1 + 1 * 2 + 3 * 2) + 2 * 2 * 2
     assert all(p["weight_type"] == "int8" for p in points if p["quant_mode"] == "static")
     assert all(p.get("activation_type", "uint8") == "uint8" for p in points)
     for point in points:
@@ -264,11 +265,10 @@ def loop_model(folder: Path) -> ONNXModelHandler:
     return handler(folder, [helper.make_node("Loop", ["n", "start", "x"], ["y"], "loop", body=body)], [random_weight("w", 16, 16), *limits])
 
 
-@pytest.mark.parametrize("mode", ["static", "dynamic"])
-def test_a_model_with_everything_inside_a_loop_comes_back_as_it_was_and_says_why(mode: str, tmp_path: Path, calib: str) -> None:
+def test_a_model_with_everything_inside_a_loop_comes_back_from_static_mode_as_it_was_and_says_why(tmp_path: Path, calib: str) -> None:
     model = loop_model(tmp_path / "in")
 
-    result = quantize(model, tmp_path / "out", quant_mode=mode, calibration_data_dir=calib)
+    result = quantize(model, tmp_path / "out", calibration_data_dir=calib)
 
     assert result.digest == model.digest
     assert result.notes["changed"] is False

@@ -66,7 +66,7 @@ def test_weights_and_activations_have_the_types_asked_for_and_outputs_move_by_a_
     assert types["w_quantized"] == types["v_quantized"] == TensorProto.DataType.Value(weight_type.upper())
     assert types["x_zero_point"] == TensorProto.DataType.Value(activation_type.upper())
     assert error(model, result) < 8 / steps
-    assert result.notes["coverage"] == {"nodes": 2, "of_nodes": 2, "weights": 1.0}
+    assert {"nodes": 2, "of_nodes": 2, "weights": 1.0}.items() <= result.notes["coverage"].items()
 
 
 @pytest.mark.parametrize("config", [{"weight_type": "int4"}, {"activation_type": "uint16"}], ids=str)

@@ -135,7 +135,7 @@ def test_spinning_off_is_written_for_the_pools_that_there_are(model: ONNXModelHa
     ("entries", "message"),
     [
         ({"session.set_denormal_as_zer": "1"}, "Did you mean 'session.set_denormal_as_zero'?"),
-        ({"session.set_denormal_as_zero": "banana"}, "session.set_denormal_as_zero must match [01]"),
+        ({"session.set_denormal_as_zero": "banana"}, "session.set_denormal_as_zero must match 0|1"),
         ({"session.intra_op.allow_spinning": "0"}, "without session.intra_op.allow_spinning, which allow_spinning sets"),
     ],
 )
@@ -153,6 +153,28 @@ def test_entries_are_added_to_those_of_the_model(model: ONNXModelHandler, tmp_pa
 
     assert result.session.config_entries == {"session.set_denormal_as_zero": "1", "session.disable_prepacking": "1"}
     assert model.session.config_entries == {"session.set_denormal_as_zero": "1"}
+
+
+def test_run_entries_order_and_reuse_are_part_of_the_session(model: ONNXModelHandler, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    shrink = {"memory.enable_memory_arena_shrinkage": "cpu:0"}
+
+    tuning = OrtPerfTuning(CPU, {"run_config_entries": shrink, "execution_order": "priority_based", "enable_mem_reuse": False})
+    result = tuning.run(model, tmp_path / "out")
+
+    session = create_session(result.path, result.session)
+    assert not_applied(result.session, read_back(session, result.session)) == []
+    assert read_back(session, result.session)["run_config_entries"] == shrink
+    assert (result.session.execution_order, result.session.enable_mem_reuse) == ("priority_based", False)
+    assert set(result.notes["settings"]) >= {"run_config_entries", "execution_order", "enable_mem_reuse"}
+
+
+def test_an_entry_that_nothing_shows_to_work_is_taken_and_named(model: ONNXModelHandler, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+
+    result = OrtPerfTuning(CPU, {"config_entries": {"session.intra_op.spin_backoff_max": 8}}).run(model, tmp_path / "out")
+
+    assert result.notes["unproven"][0].startswith("session.intra_op.spin_backoff_max is not shown to do anything: ")
 
 
 def test_settings_that_the_model_had_already_are_no_change(model: ONNXModelHandler, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from autotune.pipeline import Pipeline
 from autotune.records import Interval, MetricValue, StageRecord, Status, TrialRecord
 from autotune.report import render_report
 from autotune.selection import UNTOUCHED, Objective
-from autotune.sweep.ladder import front_boxes, ledger
+from autotune.sweep.ladder import FrontBoxes, ledger
 from autotune.sweep.result import SweepResult
 from autotune.sweep.run import run
 from autotune.trial import TrialPlan, TrialRunner, rivals, split_rows
@@ -36,8 +36,12 @@ def measured(number: int, latency: float, drop: float, size: float = 1.0, **more
     return TrialRecord(number, {"a": number}, **{"status": Status.OK, "metrics": metrics, "constraints": ({"verdict": "certain"},), **more})
 
 
+def front_boxes() -> FrontBoxes:
+    return FrontBoxes(OBJECTIVES, BASELINE, "accuracy", higher_is_better=True, eps_latency=0.03, eps_score=0.003, family=12)
+
+
 def boxes(records: list[TrialRecord]) -> dict[str, Any]:
-    return front_boxes(records, OBJECTIVES, BASELINE, "accuracy", higher_is_better=True, eps_latency=0.03, eps_score=0.003, family=12)
+    return front_boxes().of(records)
 
 
 # What a trial is told -------------------------------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from autotune.errors import ConfigError
+from autotune.pareto import dominates
 from autotune.records import Cause, MetricValue, Status, TrialRecord
 from autotune.search_spaces.parameters import INACTIVE, Categorical, Conditional
 from autotune.search_spaces.space import Space, compile_space, enumerate_points, point_key
+from autotune.sweep import search as search_module
 from autotune.sweep.search import JOURNAL_FILE, Asked, Goals, Search, drop_torn_tail, open_study, seed_for
 
 DIRECTIONS = ("minimize", "maximize")
@@ -232,6 +234,51 @@ def test_a_study_in_sqlite_works_like_the_journal(tmp_path: Path) -> None:
     asked = run_to_end(search)
 
     assert points(asked) == points(run_to_end(search_in(tmp_path / "j", budget=4, first=[(DEFAULT, "default")])))
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler learns from few trials already: it costs seconds to reach the number that it really is."""
+    monkeypatch.setattr(search_module, "LEARNED", 16)
+    monkeypatch.setattr(search_module, "LEARNED_OLDER", 4)
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_the_sampler_learns_from_the_newest_trials_and_the_best_of_the_older_ones(tmp_path: Path) -> None:
+    search = search_in(tmp_path / "s", budget=30, sampler="random")
+    run_to_end(search)
+
+    shown = [r.number for r in search._learned()]
+
+    newest = shown[4:]
+    assert newest == list(range(30 - len(newest), 30))
+    assert 8 < len(newest) <= 12
+    older = [search.records[n] for n in range(newest[0])]
+    best = [older[n] for n in shown[:4]]
+    worse = [r for r in older if r not in best and r.status is Status.OK]
+    assert all(r.status is Status.OK for r in best)
+    assert not [(w, b) for w in worse for b in best if dominates(losses(w), losses(b))]
+
+
+def losses(record: TrialRecord) -> list[float]:
+    return [record.metrics["latency"].value, -record.metrics["accuracy"].value]
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize("stop_after", [17, 21, 27])
+def test_a_long_search_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path, stop_after: int) -> None:
+    whole = points(run_to_end(search_in(tmp_path / "whole", budget=30)))
+    search, kept = search_in(tmp_path / "cut", budget=30), dict[int, TrialRecord]()
+    for _ in range(stop_after):
+        one = search.ask()
+        assert one is not None
+        kept[one.number] = evaluate(one)
+        search.tell(kept[one.number])
+
+    resumed = search_in(tmp_path / "cut", budget=30)
+    resumed.resume(kept.get)
+
+    assert [point_key(kept[n].point) for n in sorted(kept)] + points(run_to_end(resumed)) == whole
 
 
 def test_seeds_differ_by_trial_and_purpose_and_are_the_same_everywhere() -> None:
