@@ -39,6 +39,8 @@ TRIAL_FILE = "trial.json"
 PLAN_FILE = "plan.json"
 STAGE_FILE = "now.json"
 STORE_FOLDER = "store"
+TIMES_STAGE = "autotune.passes.run:time_operators"
+PROFILED_BYTES = 1_000_000_000  # a larger model is not profiled for the coverage: it would be held in memory twice
 FINDINGS = "findings"  # in the store's folder: what passes found out once for all trials
 # Whatever a stage would import anew in each child; `numpy.random` and `numpy.ma` are loaded late by numpy itself. Two servers, since each
 # fork pays for what its server holds: with torch and what else passes need, a child costs several times that of a measuring stage.
@@ -256,10 +258,28 @@ class TrialRunner:
         args = {
             "pass": step.pass_name, "config": dict(step.config), "model": model.to_json(), "out": str(place / FILES),
             "findings": str(self.store.folder / FINDINGS),
+            "operator_times": {} if contract.session_only else self._operator_times(model, folder),
             "accelerator": [target.accelerator_type, target.execution_provider], "script": self._script(), "seed": self.sweep.config.seed,
         }  # fmt: skip
         outcome = self.stage(PASS_STAGE, args, folder, needed=0 if contract.session_only else model.size_bytes)
         return handler_from_json(self._value(step.slot, outcome)["model"])
+
+    def _operator_times(self, model: ModelHandler, folder: Path) -> dict[str, float]:
+        """Where the time of a pass's input goes, for its coverage: found once for a model, in a child of its own. Empty where it can't be found."""
+        if not isinstance(model, ONNXModelHandler) or model.size_bytes > PROFILED_BYTES:
+            return {}
+        path = self.store.folder / FINDINGS / f"operator-times-{model.digest}.json"
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            known: dict[str, float] = json.loads(path.read_text())["times"]
+            return known
+        data = self.sweep.path(self.sweep.config.data.eval)
+        outcome = self.stage(TIMES_STAGE, {"model": model.to_json(), "data": str(data)}, folder)
+        times: dict[str, float] = (outcome.value or {}).get("times", {})  # a model that does not run is for the pass and the checks to judge
+        if outcome.cause is Cause.INFRA:  # that tells nothing of the model
+            return times
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, dump_json({"times": times}))
+        return times
 
     def _key_facts(self, step: Step, model: ModelHandler, parent_digest: str) -> dict[str, Any]:
         """Everything that can change what a pass makes."""

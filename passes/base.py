@@ -145,6 +145,7 @@ class Pass(ABC):
         self.accelerator_spec = accelerator_spec
         self.user_script = user_script
         self.findings = Findings()  # the runner of a sweep gives a folder that its trials share
+        self.operator_times: Mapping[str, float] = {}  # and these of the input model, for the coverage
         self.config: dict[str, Any] = self.resolve(accelerator_spec, config or {})
 
     @classmethod
@@ -374,7 +375,7 @@ class Pass(ABC):
             raise PassError(who, "must leave its result in the folder given to it", str(result.folder), "This is a mistake in the pass.")
         if not isinstance(result, ONNXModelHandler) or contract.session_only:
             return result
-        share = coverage_of(model if isinstance(model, ONNXModelHandler) else None, result)
+        share = coverage_of(model if isinstance(model, ONNXModelHandler) else None, result, self.operator_times)
         return replace(result, notes={**result.notes, "coverage": {**share, **result.notes.get("coverage", {})}})
 
     def object(self, name: str) -> Any:

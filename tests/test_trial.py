@@ -80,3 +80,15 @@ def test_a_trial_without_children_leaves_a_record_only_at_its_second_attempt(fin
         found.append((record.cause, (tmp_path / "trials" / record.id / TRIAL_FILE).exists()))
 
     assert found == [(Cause.INFRA, False), (Cause.INFRA, True)]
+
+
+def test_the_record_says_what_share_of_the_model_its_passes_changed_in_time_too(finished: SweepResult) -> None:
+    told = [s.notes["coverage"] for r in finished.records for s in r.stages if s.pass_name == "OnnxQuantization"]
+
+    assert told
+    for share in told:
+        assert 0 < share["operators"] <= share["of_operators"]
+        assert 0 < share["weight_bytes"] <= share["of_weight_bytes"]
+        assert 0 < share["microseconds"] <= share["of_microseconds"]
+    assert len({share["of_microseconds"] for share in told}) == 1  # of one model, found once
+    assert len(list((finished.run / "store" / "findings").glob("operator-times-*.json"))) == 1

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from autotune.model import ONNXModelHandler
 from autotune.passes.base import AcceleratorSpec, Pass, PassConfigParam
-from autotune.passes.coverage import coverage_of
+from autotune.passes.coverage import coverage_of, operator_times
 from autotune.passes.registry import get_pass
 from tests.passes.small_onnx import handler, random_weight
 
@@ -111,3 +111,29 @@ def test_what_a_pass_tells_itself_stands_beside_what_is_counted(model: ONNXModel
 
     assert (told["heads"], told["of_heads"]) == (2, 8)
     assert counted(told) == (0, 8, 0, 3 * SQUARE + 4)
+
+
+def test_time_is_that_of_the_operators_that_changed_in_bodies_too_and_is_not_counted_twice(tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info("t", TensorProto.FLOAT, ["batch", 256])
+    then = helper.make_graph([helper.make_node("MatMul", ["a", "v"], ["t"])], "then", [], [value])
+    other = helper.make_graph([helper.make_node("Abs", ["a"], ["t"])], "else", [], [value])
+    nodes = [  # without names; the If takes its time for what is in it
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=0),
+        helper.make_node("Greater", ["sum", "least"], ["yes"]),
+        helper.make_node("If", ["yes"], ["y"], then_branch=then, else_branch=other),
+    ]
+    least = numpy_helper.from_array(np.float32(-1e9), "least")
+    weights = [random_weight("w", 256, 256), random_weight("v", 256, 256, seed=1), least]
+    model = handler(tmp_path / "in", nodes, weights, x=["batch", 256], y=["batch", 256])
+    times = operator_times(model, {"x": np.ones((1, 256), np.float32)})
+    (tmp_path / "out").mkdir()
+    work = get_pass("OnnxDynamicQuantization")(AcceleratorSpec(), {})
+    work.operator_times = dict.fromkeys(times, 10.0)
+
+    told = work.run(model, tmp_path / "out").notes["coverage"]
+
+    assert len(times) == 4  # two products by other weights, a sum, a comparison; the branch not taken has no time
+    assert min(times.values()) > 0
+    assert (told["microseconds"], told["of_microseconds"]) == (20, 40)
+    assert "microseconds" not in apply("OnnxDynamicQuantization", model, tmp_path / "untimed")
