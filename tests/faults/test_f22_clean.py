@@ -85,6 +85,7 @@ def test_a_run_goes_on_after_all_artifacts_but_the_best_are_gone(
     assert after.best == before.best or (after.best and before.best and after.best.model_digest == before.best.model_digest)
 
 
+@pytest.mark.long
 def test_nothing_is_removed_beside_a_running_sweep(
     original: tuple[dict[str, Any], SweepResult], tmp_path: Path, deterministic: Write, injected: Callable[[str], None]
 ) -> None:

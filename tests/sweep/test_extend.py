@@ -124,6 +124,7 @@ def test_new_limits_judge_the_finished_trials_anew_and_run_none_again(copy: Path
     assert again.summary == result.summary
 
 
+@pytest.mark.long
 def test_a_changed_chain_keeps_what_is_still_a_point_and_goes_on_with_new_ones(
     copy: Path, digits: Path, sweep_of: SweepOf, finished: SweepResult
 ) -> None:

@@ -130,6 +130,7 @@ def test_a_model_passed_over_can_not_be_chosen_and_says_why(finished: SweepResul
     assert FINALISTS >= 2
 
 
+@pytest.mark.long
 def test_a_sweep_whose_first_choices_fall_ends_with_one_that_holds(
     digits: Path, sweep_of: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_a_sweep_whose_first_choices_fall_ends_with_one_that_holds(
     assert any("its last measurement ended as timeout" in note for note in result.summary["notes"])
 
 
+@pytest.mark.long
 def test_the_choice_stays_among_those_measured_afresh_and_the_trials_keep_their_status(
     digits: Path, sweep_of: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
