@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -118,54 +119,57 @@ def write_bundle(
     """
     building = folder.with_name(f".{folder.name}.building")
     shutil.rmtree(building, ignore_errors=True)
-    for name in ("model", "sample", "evidence"):
-        (building / name).mkdir(parents=True)
-    for name in files_under(model.folder):
-        target = building / "model" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(model.folder / name, target)
-    copied = digest_of({n: digest_file(building / "model" / n) for n in files_under(building / "model")})
-    if copied != model_digest:
-        raise VerificationError(
-            "bundle", "the delivered model must be byte for byte the model measured", f"digest {copied[:12]}, measured {model_digest[:12]}"
-        )
-    args = {
-        "model_folder": str(building / "model"), "session": model.session.to_json(), "data": str(data), "rows": list(rows),
-        "batch_size": batch_size, "out": str(building / "sample"),
-    }  # fmt: skip
-    outcome = runner.run("autotune.bundle:make_samples", args, folder=building.with_name(".samples"), limits=limits)
-    shutil.rmtree(building.with_name(".samples"), ignore_errors=True)
-    if outcome.value is None:
-        if (fault := fault_in(f"{outcome.message}\n{outcome.output_tail}", folder.parent)) is not None:
-            raise fault
-        raise VerificationError("bundle", "the delivered model must run its samples", f"{outcome.cause}: {outcome.message}")
-    session = session_document(model.session, outcome.value)
-    proof = None
-    if prove is not None:
-        written = json.loads(dump_json(session))
-        proof = prove(ONNXModelHandler.from_folder(building / "model", session=_settings_in(written)))
-        evidence = {**evidence, **proof.evidence}
-    for name, source in evidence.items():
-        target = building / "evidence" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
-    documents = {
-        "session.json": dump_json(session),
-        "io.json": dump_json({**model.io.to_json(), "batch_size": batch_size, "opset": model.opset}),
-        "recipe.yaml": yaml.safe_dump(json.loads(canonical(recipe)), sort_keys=False, allow_unicode=True, width=120),
-        "env.json": dump_json(surroundings().to_json()),
-        "README.md": README.format(id=summary["id"], verdict=summary["verdict"], warning=_warning(proof)),
-        "MODEL_CARD.md": model_card(summary, recipe),
-    }
-    for name, text in documents.items():
-        (building / name).write_text(text, encoding="utf-8")
-    content = {
-        "schema": SCHEMA, **summary, "model_digest": model_digest, "samples": outcome.value["samples"],
-        "delivery": proof.to_json() if proof else None,
-        "files": {name: _file_facts(building, name) for name in files_under(building)},
-    }  # fmt: skip
-    content["self"] = digest_of(content)
-    write_durably(building / BUNDLE_FILE, dump_json(content))
+    with contextlib.ExitStack() as unfinished:
+        unfinished.callback(shutil.rmtree, building, ignore_errors=True)  # a disk that is full needs the room
+        for name in ("model", "sample", "evidence"):
+            (building / name).mkdir(parents=True)
+        for name in files_under(model.folder):
+            target = building / "model" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(model.folder / name, target)
+        copied = digest_of({n: digest_file(building / "model" / n) for n in files_under(building / "model")})
+        if copied != model_digest:
+            raise VerificationError(
+                "bundle", "the delivered model must be byte for byte the model measured", f"digest {copied[:12]}, measured {model_digest[:12]}"
+            )
+        args = {
+            "model_folder": str(building / "model"), "session": model.session.to_json(), "data": str(data), "rows": list(rows),
+            "batch_size": batch_size, "out": str(building / "sample"),
+        }  # fmt: skip
+        outcome = runner.run("autotune.bundle:make_samples", args, folder=building.with_name(".samples"), limits=limits)
+        shutil.rmtree(building.with_name(".samples"), ignore_errors=True)
+        if outcome.value is None:
+            if (fault := fault_in(f"{outcome.message}\n{outcome.output_tail}", folder.parent)) is not None:
+                raise fault
+            raise VerificationError("bundle", "the delivered model must run its samples", f"{outcome.cause}: {outcome.message}")
+        session = session_document(model.session, outcome.value)
+        proof = None
+        if prove is not None:
+            written = json.loads(dump_json(session))
+            proof = prove(ONNXModelHandler.from_folder(building / "model", session=_settings_in(written)))
+            evidence = {**evidence, **proof.evidence}
+        for name, source in evidence.items():
+            target = building / "evidence" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+        documents = {
+            "session.json": dump_json(session),
+            "io.json": dump_json({**model.io.to_json(), "batch_size": batch_size, "opset": model.opset}),
+            "recipe.yaml": yaml.safe_dump(json.loads(canonical(recipe)), sort_keys=False, allow_unicode=True, width=120),
+            "env.json": dump_json(surroundings().to_json()),
+            "README.md": README.format(id=summary["id"], verdict=summary["verdict"], warning=_warning(proof)),
+            "MODEL_CARD.md": model_card(summary, recipe),
+        }
+        for name, text in documents.items():
+            (building / name).write_text(text, encoding="utf-8")
+        content = {
+            "schema": SCHEMA, **summary, "model_digest": model_digest, "samples": outcome.value["samples"],
+            "delivery": proof.to_json() if proof else None,
+            "files": {name: _file_facts(building, name) for name in files_under(building)},
+        }  # fmt: skip
+        content["self"] = digest_of(content)
+        write_durably(building / BUNDLE_FILE, dump_json(content))
+        unfinished.pop_all()
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -11,7 +11,9 @@ open. It is no part of the session itself. Linux only, as /proc is.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -24,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 
 MARK = "AUTOTUNE_SESSION"  # in the environment of all that belongs to a session: its folder
+MADE = b"made"
 PATIENCE_S = 10.0  # for all to be gone
 
 
@@ -34,19 +37,19 @@ class Warden:
     """
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="autotune-"))  # short: Ray's sockets stand below it
+        self.folder = Path(tempfile.gettempdir(), f"autotune-{secrets.token_hex(4)}")  # short: Ray's sockets stand below it
         ours, theirs = socket.socketpair()
-        try:
+        with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "autotune.sweep.warden", str(theirs.fileno()), str(self.folder)],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C in the terminal is not meant for it
             )  # fmt: skip
-        except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            raise
-        theirs.close()
         self._socket = ours
+        answer = ours.recv(64)  # the folder is the warden's to make: made here, a SIGKILL before the warden runs would leave it for good
+        if answer != MADE:
+            number = int(answer or errno.EIO)
+            raise OSError(number, os.strerror(number), str(self.folder))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -88,27 +91,36 @@ def _holds(process: str, prefix: str) -> Iterator[bool]:
 
 
 def end_session(folder: Path) -> bool:
-    """Kill all members of a session, again and again until there are none, and remove its folder. False when some remain."""
+    """Kill all members of a session, again and again until there are none and its folder is gone. False when something remains."""
     deadline = time.monotonic() + PATIENCE_S
-    while left := members(folder):
+    while time.monotonic() < deadline:
+        left = members(folder)
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
-            break
+        if not left:
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                return True
         time.sleep(0.02)
-    shutil.rmtree(folder, ignore_errors=True)
-    return not left
+    return False
 
 
 def main() -> None:
-    """Wait for the other side to go, then end its session."""
+    """Make the session's folder, wait for the other side to go, then end its session."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    folder = Path(sys.argv[2])
     with socket.socket(fileno=int(sys.argv[1])) as channel, contextlib.suppress(OSError):
+        try:
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            channel.send(str(error.errno).encode())
+            return
+        channel.send(MADE)
         while channel.recv(64):
             pass
-    end_session(Path(sys.argv[2]))
+    end_session(folder)
 
 
 if __name__ == "__main__":

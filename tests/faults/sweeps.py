@@ -95,6 +95,10 @@ class SweepProcess:
                         found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         return found
 
+    def folders(self) -> dict[str, list[str]]:
+        """Temporary folders of this sweep, with what is in them."""
+        return {f.name: sorted(p.name for p in f.iterdir()) for f in self.temporary.glob("autotune-*/")}
+
     def kill(self, words: str) -> int:
         """SIGKILL the process whose command line has these words; returns its id."""
         pid = next(p for p, line in self.members().items() if words in line)
@@ -104,7 +108,7 @@ class SweepProcess:
     def nothing_left(self, *, within_s: float = 20.0) -> bool:
         """Whether all processes and temporary folders of the sweep are gone, or go in time."""
         deadline = time.monotonic() + within_s
-        while self.members() or list(self.temporary.glob("autotune-*/")):
+        while self.members() or self.folders():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)

@@ -174,7 +174,7 @@ def killed_and_resumed(content: dict[str, Any], folder: Path, plan: list[Moment]
             if killed:
                 injected("F6")
                 begun = time.monotonic()
-                assert sweep.nothing_left(within_s=GONE_S), sweep.members()
+                assert sweep.nothing_left(within_s=GONE_S), (moment, sweep.members(), sweep.folders(), sweep.output[-500:])
                 history.kills += 1
                 history.gone_s = max(history.gone_s, time.monotonic() - begun)
             else:
