@@ -27,6 +27,7 @@ from autotune.digest import digest_of, digest_tree, dump_json, write_durably
 from autotune.disk import fault_in
 from autotune.model import HuggingFaceModelHandler, ModelHandler, ONNXModelHandler, PyTorchModelHandler, handler_from_json
 from autotune.passes.base import ParamCategory
+from autotune.passes.findings import Findings
 from autotune.passes.registry import BUILT_IN, get_pass
 from autotune.pipeline import InputFacts, Pipeline, Step
 from autotune.records import Cause, Interval, MetricValue, StageRecord, Status, TrialRecord
@@ -39,7 +40,7 @@ TRIAL_FILE = "trial.json"
 PLAN_FILE = "plan.json"
 STAGE_FILE = "now.json"
 STORE_FOLDER = "store"
-TIMES_STAGE = "autotune.passes.run:time_operators"
+TIMES, TIMES_STAGE = "operator-times", "autotune.passes.run:time_operators"
 PROFILED_BYTES = 1_000_000_000  # a larger model is not profiled for the coverage: it would be held in memory twice
 FINDINGS = "findings"  # in the store's folder: what passes found out once for all trials
 # Whatever a stage would import anew in each child; `numpy.random` and `numpy.ma` are loaded late by numpy itself. Two servers, since each
@@ -268,18 +269,18 @@ class TrialRunner:
         """Where the time of a pass's input goes, for its coverage: found once for a model, in a child of its own. Empty where it can't be found."""
         if not isinstance(model, ONNXModelHandler) or model.size_bytes > PROFILED_BYTES:
             return {}
-        path = self.store.folder / FINDINGS / f"operator-times-{model.digest}.json"
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            known: dict[str, float] = json.loads(path.read_text())["times"]
-            return known
         data = self.sweep.path(self.sweep.config.data.eval)
-        outcome = self.stage(TIMES_STAGE, {"model": model.to_json(), "data": str(data)}, folder)
-        times: dict[str, float] = (outcome.value or {}).get("times", {})  # a model that does not run is for the pass and the checks to judge
-        if outcome.cause is Cause.INFRA:  # that tells nothing of the model
+
+        def find() -> dict[str, Any]:
+            outcome = self.stage(TIMES_STAGE, {"model": model.to_json(), "data": str(data)}, folder)
+            if outcome.cause is Cause.INFRA:  # that tells nothing of the model, so it is no finding
+                return self._value(TIMES, outcome)
+            return outcome.value or {"times": {}, "fault": outcome.message}  # a model that does not run is for the pass and the checks to judge
+
+        with contextlib.suppress(StageFailed):
+            times: dict[str, float] = Findings(self.store.folder / FINDINGS).once(TIMES, {"model": model.digest}, find)["times"]
             return times
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, dump_json({"times": times}))
-        return times
+        return {}
 
     def _key_facts(self, step: Step, model: ModelHandler, parent_digest: str) -> dict[str, Any]:
         """Everything that can change what a pass makes."""

@@ -385,7 +385,7 @@ def table(rows: Sequence[Row], threads: Sequence[int] = THREADS) -> str:
 
 PAGE = """# Passes on real models
 
-Made by `benchmarks/comparisons/real_models.py` in one run. Each chain of passes runs as in a sweep, in a child process; then its result is
+Made by `benchmarks/comparisons/real_models.py`, row by row. Each chain of passes runs as in a sweep, in a child process; then its result is
 checked, scored over all evaluation rows, and timed beside the float model, batch 1, in fresh sessions in turns. A ratio is the latency over the
 float model's, paired, with its 95 % interval: below 1 is faster. The change of the score is paired by row, again with its 95 % interval, in
 points where the score is a share; perplexity is given as its logarithm, the loss in nats a token. *refused* and *unchanged* say below why;
