@@ -378,6 +378,7 @@ def passes_of_the_users_script_can_be_used(given: Given) -> None:
         "    def _run_for_config(self, model, config, output_model_path):\n        return model.written(output_model_path)\n"
     )
     given.patch.setattr(registry, "_of_scripts", dict(registry._of_scripts))
+    given.patch.setattr(TrialRunner, "_operator_times", lambda *_: {})  # that is a stage of its own, before the pass
     chain = [{"slot": "own", "pass": "OwnPassOfAScript", "params": {"strength": [1, 2, 3]}}]
     sweep = {"script": "own.py", "chain": chain}
     pipeline = given.pipeline(**sweep)
