@@ -43,6 +43,7 @@ RunSummary = Mapping[str, Any]
 NARROW = 76  # below this many columns the tables become lists
 LONGEST = 240  # characters of one message
 LISTED = 5  # names in one sentence
+MOVED, APART = 0.02, 0.1  # of the baseline's latency from measurement to measurement: its spread, and of one alone
 BUSY = 0.1  # share of the CPUs' time taken by others that is worth a word
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-_]|\x9b[0-?]*[ -/]*[@-~]")
 _ASCII = str.maketrans({
@@ -423,6 +424,7 @@ def hints(records: Iterable[TrialRecord]) -> list[str]:
     denormals: dict[str, list[str]] = {}
     disturbed: dict[str, tuple[int, int]] = {}
     counted_all_the_same, noisy, loads, rounds = [], [], [], 0
+    occasions: list[tuple[int, float, str, float]] = []
     for record in records:
         made = any(stage.key for stage in record.stages)  # by a pass that makes a model; settings alone leave the bytes as they are
         notes = {stage.name: stage.notes for stage in record.stages}
@@ -440,6 +442,8 @@ def hints(records: Iterable[TrialRecord]) -> list[str]:
             counted_all_the_same += [record.id] if latency.get("rounds_used") == of else []
         noisy += [record.id] if latency.get("noisy") else []
         loads += [float(latency["foreign_load"])] if latency.get("foreign_load") is not None else []
+        moved = latency.get("occasions")
+        occasions += [(int(moved["count"]), float(moved["sd"]), record.id, float(moved["away"]))] if moved else []
     found = [f"passes without effect in {_named(trials)}: {why}" for why, trials in no_ops.items()]
     found += [f"{_named(trials)}: {hint}" for hint, trials in denormals.items()]
     if disturbed:
@@ -451,6 +455,10 @@ def hints(records: Iterable[TrialRecord]) -> list[str]:
         found.append(f"too few rounds were left undisturbed, so all of them count, in {_named(counted_all_the_same)}")
     if noisy:
         found.append(f"noisy, the interval of the ratio being wider than a tenth of it: {_named(noisy)}")
+    if occasions and (spread := max(occasions)[1]) >= MOVED:
+        found.append(f"the baseline's own latency moved by {spread:.0%} (standard deviation) between measurements; intervals are widened by that")
+    if apart := [trial for _, _, trial, away in occasions if away >= APART]:
+        found.append(f"timed while the baseline took {APART:.0%} longer or shorter than it usually did, so with wide intervals: {_named(apart)}")
     if loads and median(loads) >= BUSY:
         found.append(f"others took {median(loads):.0%} of the CPUs' time while models were timed (median of the trials)")
     return found

@@ -40,6 +40,7 @@ TRIAL_FILE = "trial.json"
 PLAN_FILE = "plan.json"
 STAGE_FILE = "now.json"
 STORE_FOLDER = "store"
+BASELINE_TIMES = "measured/baseline.jsonl"
 TIMES, TIMES_STAGE = "operator-times", "autotune.passes.run:time_operators"
 PROFILED_BYTES = 1_000_000_000  # a larger model is not profiled for the coverage: it would be held in memory twice
 FINDINGS = "findings"  # in the store's folder: what passes found out once for all trials
@@ -379,10 +380,33 @@ class TrialRunner:
         args = {
             "model": model.to_json(), "baseline": baseline.to_json() if baseline else None, "data": str(data), "rows": list(rows)[:64],
             "batch_size": self.sweep.target.batch_size, "protocol": protocol, "seed": seed, "out": str(folder),
-            "measurer": measure.measurer, "root": str(self.sweep.root), "limits": list(limits),
+            "measurer": measure.measurer, "root": str(self.sweep.root), "limits": list(limits), "before": self._baseline_before(folder),
         }  # fmt: skip
         value = self._value("latency", self.stage("autotune.benchmarks.stages:latency", args, folder, exclusive=True))
+        self._keep_baseline(folder, value["baseline_metrics"]["latency"]["value"])
         return {k: MetricValue.from_json(v) for k, v in value["metrics"].items()}, value
+
+    def _baseline_before(self, folder: Path) -> list[float]:
+        """The baseline's latency in this run's other measurements, ms; that of one that is made again does not count."""
+        found: dict[str, float] = {}
+        evaluator = digest_of(self._evaluator())
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.run_folder / BASELINE_TIMES).read_text().splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # the last one of a sweep that was killed may be torn
+                    told = json.loads(line)
+                    if told["evaluator"] == evaluator:
+                        found[told["measurement"]] = float(told["ms"])
+        found.pop(self._name_of(folder), None)
+        return list(found.values())
+
+    def _keep_baseline(self, folder: Path, ms: float) -> None:
+        path = self.run_folder / BASELINE_TIMES
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:  # one write, at the end whoever else writes: trials may end at the same time
+            file.write("\n" + json.dumps({"measurement": self._name_of(folder), "ms": ms, "evaluator": digest_of(self._evaluator())}))
+
+    def _name_of(self, folder: Path) -> str:
+        return Path(os.path.relpath(folder, self.run_folder)).as_posix()
 
     def _runs_wanted(self) -> int:
         """Runs that the percentiles of the sweep's limits and objectives need; what p90 needs at least."""

@@ -39,6 +39,7 @@ from autotune.benchmarks.latency import (
 from autotune.benchmarks.measurer import Measurer, get_measurer
 from autotune.benchmarks.memory import peak_memory
 from autotune.benchmarks.metrics import Array, BadOutput, Features, Labels, Metric, NotFiniteScore, check_labels, get_metric
+from autotune.benchmarks.occasions import Occasions, widen_all
 from autotune.benchmarks.racing import Rules, Stop, look, look_sizes, race_for
 from autotune.benchmarks.watch import Reading
 from autotune.data import LABELS, Arrays, feeds, load_arrays, plan_feeding
@@ -512,7 +513,8 @@ def latency(args: Mapping[str, Any]) -> Json:
 
     `args`: `model`, `baseline` (None for the baseline itself: two sessions of the same model are timed, and all ratios are 1),
     `data`, `rows` (their feeds are cycled), `batch_size`, `protocol` (fields of LatencyProtocol; defaults for the rest), `seed`, `out`,
-    `limits` (fields of StopAbove: to end early once the candidate is certainly above one),
+    `limits` (fields of StopAbove: to end early once the candidate is certainly above one), `before` (the baseline's latencies in earlier
+    measurements, ms: the intervals tell how far it moved from one to the next, see `autotune.benchmarks.occasions`),
     and `measurer` with `root`: a user's function that times in place of this stage (verdict `invalid` where what it returns can't be
     used). Sessions of several threads are told to stop spinning between runs, both alike: two that spin disturb each other. Writes every
     run into `latency.npz`, with what was seen of the machine in each round, and returns MetricValues as JSON under `metrics`.
@@ -526,12 +528,13 @@ def latency(args: Mapping[str, Any]) -> Json:
     spin_stopped = _has_threads(model.session) or _has_threads(baseline.session)
     sides = [_Side(handler, arrays, rows, int(args["batch_size"]), stop_spinning=spin_stopped) for handler in (model, baseline)]
     seed = int(args.get("seed", 0))
+    before = [float(ms) for ms in args.get("before") or ()]
     measurer = get_measurer(args["measurer"], root=Path(args["root"])) if args.get("measurer") else None
     try:
         if measurer is None:
             if protocol.clock == "cpu":
                 _cpu_clock_fits(model.session, baseline.session)
-            limits = [StopAbove(**limit) for limit in args.get("limits") or () if not itself]
+            limits = [_beyond_doubt(StopAbove(**limit), before) for limit in args.get("limits") or () if not itself]
             samples = measure_paired(sides[0].open, sides[1].open, protocol, seed=seed, limits=limits, watch=Reading.now)
         else:
             samples = _measured_by(measurer, sides, protocol, seed)
@@ -542,6 +545,8 @@ def latency(args: Mapping[str, Any]) -> Json:
     _save_runs(out / LATENCY_FILE, samples)
     metrics = summarize(samples, examples_a_run=sides[0].examples_a_run, seed=seed, itself=itself)
     in_baseline = summarize_baseline(samples)
+    occasions = Occasions.of(before, [in_baseline.value])
+    metrics, in_baseline = widen_all(metrics, occasions), occasions.widen(in_baseline)
     if measurer is not None:
         metrics = {name: _told_by(measurer, value) for name, value in metrics.items()}
         in_baseline = _told_by(measurer, in_baseline)
@@ -553,10 +558,17 @@ def latency(args: Mapping[str, Any]) -> Json:
         foreign_load=samples.foreign_load, machine=samples.load.summary() if samples.load else None, rounds=samples.rounds,
         rounds_disturbed=int(samples.disturbed.sum()) if samples.disturbed is not None else None, rounds_used=int(samples.used.sum()),
         session_pairs=samples.session_pairs, runs_a_block=samples.candidate_ns.shape[1], stopped_by=samples.stopped_by, stopped_why=samples.why,
-        late_runs=samples.late, elapsed_s=samples.elapsed_ns / 1e9, spinning_stopped=spin_stopped and measurer is None,
+        occasions=occasions.to_json(), late_runs=samples.late, elapsed_s=samples.elapsed_ns / 1e9, spinning_stopped=spin_stopped and measurer is None,
         confidence=statistics.CONFIDENCE,
         protocol=protocol.to_json() if measurer is None else {"measurer": measurer.name, "rounds": protocol.min_runs},
     )  # fmt: skip
+
+
+def _beyond_doubt(limit: StopAbove, before: Sequence[float]) -> StopAbove:
+    """The limit with the doubt that lies between measurements added: whoever is above it now might be below it at another time."""
+    usual = Occasions.of(before, [float(np.median(before)) if before else 1.0])
+    half = usual.ratio_half_width if limit.of == "ratio" else usual.half_width
+    return replace(limit, limit=limit.limit * math.exp(half * (statistics.widening(0, limit.error) if limit.error is not None else 1.0)))
 
 
 def _save_runs(path: Path, samples: PairedSamples) -> None:

@@ -328,6 +328,18 @@ def test_denormal_numbers_are_told_with_what_to_try() -> None:
     assert hints(records) == [f"t-0003, t-0005: {words}"]
 
 
+def test_a_baseline_that_moves_between_trials_is_told_and_so_is_a_trial_that_met_it_far_off() -> None:
+    calm, moved = ({"occasions": {"sd": sd, "count": count, "away": away}} for sd, count, away in ((0.004, 9, 0.01), (0.034, 12, 0.16)))
+
+    found = hints([with_notes(3, latency=calm), with_notes(4, latency=moved)])
+
+    assert found == [
+        "the baseline's own latency moved by 3% (standard deviation) between measurements; intervals are widened by that",
+        "timed while the baseline took 10% longer or shorter than it usually did, so with wide intervals: t-0004",
+    ]
+    assert hints([with_notes(3, latency=calm)]) == []
+
+
 def test_disturbed_rounds_are_counted_and_named_the_worst_first() -> None:
     quiet = {"rounds": 20, "rounds_disturbed": 0, "rounds_used": 20, "noisy": False, "foreign_load": 0.01}
     some, most = {**quiet, "rounds_disturbed": 2, "rounds_used": 18}, {**quiet, "rounds_disturbed": 15, "noisy": True}

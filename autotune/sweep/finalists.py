@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.benchmarks import statistics
+from autotune.benchmarks.occasions import Occasions
 from autotune.benchmarks.stages import LATENCY_FILE, OUTPUTS_FILE, SCORES_FILE
 from autotune.bundle import Proof
 from autotune.config import percent, seconds
@@ -376,6 +377,7 @@ def pooled_turns(turns: Sequence[Mapping[str, NDArray[Any]]]) -> MetricValue:
     candidate: list[float] = []
     baseline: list[float] = []
     logs: list[float] = []
+    in_turns: list[float] = []
     runs = 0
     for turn in turns:
         used, session = turn["used"], turn["session"]
@@ -386,12 +388,14 @@ def pooled_turns(turns: Sequence[Mapping[str, NDArray[Any]]]) -> MetricValue:
             candidate.append(float(np.median(sides[0][here])) / 1e6)
             baseline.append(float(np.median(sides[1][here])) / 1e6)
             logs.append(float(np.median(np.log(sides[0][here]) - np.log(sides[1][here]))))
+        in_turns.append(float(np.median(sides[1][used])) / 1e6)
     own, log = statistics.median_interval(candidate), statistics.median_interval(logs)
-    return MetricValue(
+    found = MetricValue(
         own.value, max(own.low, 0.0), own.high, unit="ms", ratio=Interval(*(math.exp(v) for v in (log.value, log.low, log.high))),
         delta=statistics.median_interval(np.subtract(candidate, baseline)), samples=runs, units=len(logs),
         method=f"median of {len(logs)} session pairs in {len(turns)} turns at the end, sign-test limits",
     )  # fmt: skip
+    return Occasions.of([], in_turns).widen(found)
 
 
 def _fallen(record: TrialRecord, end: StageFailed) -> TrialRecord:

@@ -175,6 +175,7 @@ class Bench:
         self.foreign: list[float] = []  # share of the machine that others took, one a measurement
         self.rounds: list[tuple[int, int]] = []  # of each measurement: all, and those of them that were disturbed
         self.failures: list[str] = []
+        self.before: dict[str, list[float]] = {}  # the baseline's latencies so far, ms, by kind: what a sweep tells its next measurement
 
     def ratio(self, models: Models, candidate: ONNXModelHandler, seed: int, *, seconds: float, to_the_end: bool = False) -> Json:
         """Time a candidate beside the baseline. `to_the_end` uses up the seconds, whatever the width of the interval."""
@@ -185,7 +186,7 @@ class Bench:
         kind = models.kind
         args = {
             "model": candidate.to_json(), "baseline": models.baseline.to_json(), "data": str(models.data), "rows": list(range(2 * kind.batch)),
-            "batch_size": kind.batch, "protocol": protocol, "seed": seed, "out": str(where),
+            "batch_size": kind.batch, "protocol": protocol, "seed": seed, "out": str(where), "before": self.before.get(kind.name, []),
         }  # fmt: skip
         for _ in range(ATTEMPTS):
             with lane(EP, exclusive=True):
@@ -201,8 +202,9 @@ class Bench:
             self.foreign.append(facts["foreign_load"])
         if facts.get("rounds_disturbed") is not None:
             self.rounds.append((facts["rounds"], facts["rounds_disturbed"]))
-        latency = MetricValue.from_json(facts["metrics"]["latency"])
-        return {"latency": latency, "baseline": MetricValue.from_json(facts["baseline_metrics"]["latency"]), "facts": facts}
+        latency, baseline = (MetricValue.from_json(facts[of]["latency"]) for of in ("metrics", "baseline_metrics"))
+        self.before.setdefault(kind.name, []).append(baseline.value)
+        return {"latency": latency, "baseline": baseline, "facts": facts}
 
     def quiet(self) -> Json:
         """How quiet the machine was since the last question.

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from autotune.benchmarks.latency import PairedSamples, summarize
+from autotune.benchmarks.occasions import Occasions
 from autotune.bundle import NOT_REPRODUCED, VERIFIED, verify_bundle
 from autotune.constraints import parse_constraint
 from autotune.records import Cause, Interval, MetricValue, Status, TrialRecord
@@ -294,7 +295,9 @@ def test_turns_pooled_are_the_session_pairs_of_one_long_measurement(tmp_path: Pa
         baseline_first_ns=np.ones(12, np.int64), elapsed_ns=1, stopped_by="max_time",
     )  # fmt: skip
 
-    found, expected = pooled([tmp_path / "0.npz", tmp_path / "1.npz"]), summarize(whole)["latency"]
+    in_turns = [float(np.median(np.median(b, axis=1))) / 1e6 for _, b in runs]
+
+    found, expected = pooled([tmp_path / "0.npz", tmp_path / "1.npz"]), Occasions.of([], in_turns).widen(summarize(whole)["latency"])
 
     assert (found.samples, found.units) == (120, 12)
     assert found.ratio is not None
