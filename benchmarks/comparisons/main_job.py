@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +81,17 @@ def reference_model(folder: Path, variant: str, out: Path) -> tuple[Path | None,
 
 
 def measured(
-    runner: StageRunner, model: ONNXModelHandler, base: ONNXModelHandler, folder: ModelFolder, place: Path, baseline: Path | None
-) -> dict[str, Any]:
-    """Score over all rows and latency against the float model, or the words of what went wrong."""
+    runner: StageRunner, model: ONNXModelHandler, base: ONNXModelHandler, folder: ModelFolder, place: Path, baseline: Path | None,
+    before: Sequence[float],
+) -> dict[str, Any]:  # fmt: skip
+    """Score over all rows and latency against the float model, or the words of what went wrong. `before`: see `time_model`."""
     found: dict[str, Any] = {"size_bytes": model.size_bytes}
     data = folder.path / "eval.npz"
     for name in ("accuracy", "latency"):
         if name == "accuracy":
             ended = score_model(runner, model, folder, place / name, baseline=baseline)
         else:
-            ended = time_model(runner, model, base if baseline else None, data, place / name, seconds=10)
+            ended = time_model(runner, model, base if baseline else None, data, place / name, seconds=10, before=before)
         if ended.value is None:
             found["fault"] = f"{ended.cause}: {ended.message}"
             return found
@@ -130,8 +132,10 @@ def one(given: ModelFolder, out: Path, *, trials: int, threads: int, reuse: bool
     shutil.rmtree(place, ignore_errors=True)
     (place / "float").mkdir(parents=True)
     base = ingest_onnx(folder / "model.onnx", place / "float").with_session(settings)
+    told = (out / name / "measured" / "baseline.jsonl").read_text().split("\n")
+    before = [json.loads(line)["ms"] for line in told if line]
     with StageRunner(("numpy", "onnx", "onnxruntime")) as runner:
-        row["float"] = measured(runner, base, base, given, place / "of_float", None)
+        row["float"] = measured(runner, base, base, given, place / "of_float", None, before)
         kept = place / "of_float" / "accuracy" / "outputs.npz"
         if bundle:
             verified = subprocess.run([sys.executable, "-m", "autotune", "verify", bundle], capture_output=True, text=True, check=False)
@@ -140,14 +144,14 @@ def one(given: ModelFolder, out: Path, *, trials: int, threads: int, reuse: bool
             model = ONNXModelHandler.from_folder(Path(bundle) / "model", session=SessionSettings.from_json(known))
             best = result["best"]
             row |= {"verified": verified.returncode == 0, "best": best, "unchanged": bool(best["unchanged"])}
-            row["delivered"] = measured(runner, model, base, given, place / "of_delivered", kept)
+            row["delivered"] = measured(runner, model, base, given, place / "of_delivered", kept, before)
         for variant in REFERENCES:
             made, why = reference_model(folder, variant, place / variant)
             if made is None:
                 row[variant] = {"fault": why}
                 continue
             model = ONNXModelHandler.from_folder(made, session=settings)
-            row[variant] = measured(runner, model, base, given, place / f"of_{variant}", kept)
+            row[variant] = measured(runner, model, base, given, place / f"of_{variant}", kept, before)
     row["higher_is_better"] = given.metric_facts().higher_is_better
     return row
 

@@ -111,8 +111,14 @@ def score_model(runner: StageRunner, model: ONNXModelHandler, folder: ModelFolde
     return run_stage(runner, "accuracy", args, where)
 
 
-def time_model(runner: StageRunner, model: ONNXModelHandler, base: ONNXModelHandler | None, data: Path, where: Path, *, seconds: float) -> Measured:
-    """Time a model beside the float model (None: the float model itself) on rows of `data`, for about `seconds` at most."""
+def time_model(
+    runner: StageRunner, model: ONNXModelHandler, base: ONNXModelHandler | None, data: Path, where: Path, *, seconds: float,
+    before: Sequence[float] = (),
+) -> Measured:  # fmt: skip
+    """Time a model beside the float model (None: the float model itself) on rows of `data`, for about `seconds` at most.
+
+    `before`: what the float model took in earlier measurements, ms.
+    """
     args = {
         "model": model.to_json(),
         "baseline": base.to_json() if base else None,
@@ -121,5 +127,6 @@ def time_model(runner: StageRunner, model: ONNXModelHandler, base: ONNXModelHand
         "rows": list(range(min(TIMED_ROWS, count_rows(load_arrays(data))))),
         "protocol": {"max_time_ns": round(seconds * 1e9)},
         "seed": 0,
+        "before": list(before),
     }
     return run_stage(runner, "latency", args, where, alone=True)

@@ -193,6 +193,7 @@ class Bench:
         self.work = place.out / folder.name / "work"
         self.base: ONNXModelHandler | None = None
         self.timed_on = folder.path / "eval.npz"
+        self.before: dict[int, list[float]] = {count: [] for count in place.threads}  # the float model's latencies so far, ms
 
     def rows(self) -> Iterator[tuple[Row, bool]]:
         """Each row, the float model's first, and whether it was measured now."""
@@ -230,11 +231,14 @@ class Bench:
         row.score = scored.value["metric"]
         for count in self.place.threads:
             beside = None if own else at(base, count)
-            timed = time_model(self.runner, at(model, count), beside, self.timed_on, place / f"time{count}", seconds=self.place.seconds)
+            timed = time_model(
+                self.runner, at(model, count), beside, self.timed_on, place / f"time{count}", seconds=self.place.seconds, before=self.before[count]
+            )
             if timed.value is None:
                 row.status, row.message = timed.status, f"{timed.cause}: {timed.message}"
                 return
             row.latency[str(count)] = timed.value["metrics"]["latency"]
+            self.before[count].append(timed.value["baseline_metrics"]["latency"]["value"])
         shutil.rmtree(place, ignore_errors=True)
 
     def _float(self) -> tuple[ONNXModelHandler, Path]:
