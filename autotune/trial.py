@@ -122,22 +122,27 @@ class TrialPlan:
         return {
             "sweep": self.sweep.config.to_json(), "root": str(self.sweep.root),
             "facts": {"format": self.facts.format, "opset": self.facts.opset, "operators": dict(self.facts.operators)},
-            "input_model": self.input_model.to_json(), "baseline": self.baseline.to_json(),
+            "input_model": self._told(self.input_model), "baseline": self._told(self.baseline),
             "baseline_metrics": {k: v.to_json() for k, v in self.baseline_metrics.items()},
             "metric_name": self.metric_name, "metric_unit": self.metric_unit, "higher_is_better": self.higher_is_better,
             "metric_bounds": self.metric_bounds,
             "rows": {"search": list(self.rows.search), "holdout": list(self.rows.holdout)},
         }  # fmt: skip
 
+    def _told(self, model: ModelHandler) -> dict[str, Any]:
+        """A model as data; its folder from the run folder on where it lies there, so that a run folder can be moved."""
+        inside = model.folder.is_relative_to(self.run)
+        return {**model.to_json(), "folder": str(model.folder.relative_to(self.run) if inside else model.folder)}
+
     @classmethod
     def load(cls, run: Path) -> TrialPlan:
         """Read `plan.json` of a run folder."""
         data = json.loads((run / PLAN_FILE).read_text())
-        baseline = handler_from_json(data["baseline"])
+        input_model, baseline = (handler_from_json({**data[n], "folder": run / data[n]["folder"]}) for n in ("input_model", "baseline"))
         assert isinstance(baseline, ONNXModelHandler)
         return cls(
             run=run, sweep=LoadedSweep(parse_sweep(data["sweep"]), Path(data["root"])), facts=InputFacts(**data["facts"]),
-            input_model=handler_from_json(data["input_model"]), baseline=baseline,
+            input_model=input_model, baseline=baseline,
             baseline_metrics={k: MetricValue.from_json(v) for k, v in data["baseline_metrics"].items()},
             metric_name=data["metric_name"], metric_unit=data["metric_unit"], higher_is_better=data["higher_is_better"],
             rows=Rows(tuple(data["rows"]["search"]), tuple(data["rows"]["holdout"])),
@@ -428,7 +433,8 @@ class TrialRunner:
         started, self._work_s = time.monotonic(), 0.0
         self._rungs = []
         if repeats:
-            self._rung(EQUAL_POINT, f"the sampler proposed {repeats} points that were tried already", repeats=repeats)
+            words = "a point that was" if repeats == 1 else f"{repeats} points that were"
+            self._rung(EQUAL_POINT, f"the sampler proposed {words} tried already", repeats=repeats)
         record = TrialRecord(number=number, point=dict(point), status=Status.OK, origin=origin, attempts=attempt)
         folder = self.run_folder / "trials" / record.id
         shutil.rmtree(folder, ignore_errors=True)

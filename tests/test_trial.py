@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,14 @@ def test_the_record_says_what_share_of_the_model_its_passes_changed_in_time_too(
         assert 0 < share["microseconds"] <= share["of_microseconds"]
     assert len({share["of_microseconds"] for share in told}) == 1  # of one model, found once
     assert len(list((finished.run / "store" / "findings").glob("operator-times-*.json"))) == 1
+
+
+def test_a_run_folder_that_was_moved_has_its_models_where_it_is_now(finished: SweepResult, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(finished.run, moved)
+
+    plan, before = TrialPlan.load(moved), TrialPlan.load(finished.run)
+
+    assert (plan.baseline.folder, plan.input_model.folder) == (moved / "baseline" / "model",) * 2
+    assert plan.baseline.path.exists()
+    assert plan.to_json() == before.to_json()

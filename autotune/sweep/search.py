@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import shutil
 import time
 import warnings
@@ -31,18 +32,20 @@ from autotune.errors import ConfigError, EnvironmentFault
 from autotune.pareto import pareto_front
 from autotune.records import TrialRecord
 from autotune.search_spaces.optuna_space import point_to_params, suggest_point
-from autotune.search_spaces.space import Point, Space, draw_points, enumerate_points, point_key
+from autotune.search_spaces.space import Point, Space, draw_points, enumerate_points, neighbours, point_key
 
 if TYPE_CHECKING:
     import optuna
+    from numpy.typing import NDArray
 
 STUDY_NAME = "autotune"
 CONTENT = "content"  # attribute of the study: digest of what it depends on
 JOURNAL_FILE = "study.journal"
 ORIGINS = ("default", "untouched", "start", "enumeration", "sampler", "random")  # of points
-ASKS = 20  # of the sampler for one new point, before a uniform draw steps in
+BESIDE = 2  # of the best trials, beside a proposal that was tried already, whose neighbours may be tried instead
+NEIGHBOURS = 10  # of each at most
 BEFORE_ALL = 1 << 40  # less than any number in a study of its own
-LEARNED = 300  # finished trials that TPE learns from at most, since its time grows with them: the newest, and of the older ones
+LEARNED = 150  # finished trials that TPE learns from at most, since its time grows with them: the newest, and of the older ones
 LEARNED_OLDER = 50  # the best so many, chosen anew once in so many trials
 
 
@@ -59,7 +62,7 @@ class Asked:
     point: Point
     origin: str
     attempt: int = 1
-    repeats: int = 0  # points that the sampler proposed before this one and that were tried already
+    repeats: int = 0  # points that the sampler proposed before this one and that were tried already: one at most
     choosing_s: float = field(default=0.0, compare=False)  # what choosing the point took
 
 
@@ -98,6 +101,8 @@ class Search:
         self.repairs: list[str] = []
         self._pending: list[Asked] = []
         self._made: dict[int, tuple[TrialRecord, optuna.trial.FrozenTrial]] = {}
+        self._scored: dict[int, tuple[TrialRecord, tuple[float, ...] | None, float]] = {}
+        self._codes: dict[int, list[int]] = {}
         self._repeats = 0
         self._next = 0
         self._order: Iterator[Point] | None = None
@@ -260,30 +265,74 @@ class Search:
         return next(((p, "random") for p in drawn), None)
 
     def _from_tpe(self, number: int) -> Point | None:
-        """Ask TPE over the finished trials; a repeat is answered with its known result for this time only, never in the study itself."""
+        """Ask TPE once over the finished trials; where it proposes what was tried already, take the best untried point close by.
+
+        To tell it of the repeat and to ask again is what was done before: it costs the time of one more fit, and a model that has been told
+        of its best points time and again proposes little else, so that most points of a long search were uniform draws in the end.
+        """
         import optuna
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # `group` is still marked experimental
-            sampler = optuna.samplers.TPESampler(**self.options, seed=seed_for(self.seed, number, "tpe"))
-        shown = _shown_first()([self._frozen(record) for record in self._learned()])
+            seed = seed_for(self.seed, number, "tpe")
+            # A liar makes up values for trials that run elsewhere; no other one is in this study, and to look for them takes time.
+            sampler = optuna.samplers.TPESampler(**self.options, seed=seed, constant_liar=False)
+        history = self._learned()
+        shown = _shown_first()([self._frozen(record) for record in history])
         study = optuna.create_study(directions=list(self.goals.directions), sampler=sampler, storage=shown)
-        for _ in range(ASKS):
-            trial = study.ask()
-            point = suggest_point(trial, self.space)
-            known = self.seen.get(point_key(point))
-            if known is None:
-                return point
-            self._repeats += 1
-            record = self.records.get(known)
-            values = self._values(record) if record is not None else None
-            if record is None or values is None:
-                study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-            else:
-                for name, violation in zip(self._constraint_names(record), self.goals.constraints(record), strict=True):
-                    trial.set_constraint(name, violation)
-                study.tell(trial, list(values))
-        return None
+        point = suggest_point(study.ask(), self.space)
+        if point_key(point) not in self.seen:
+            return point
+        self._repeats = 1
+        return self._beside(point, history, number) if len(history) >= self.options["n_startup_trials"] else None
+
+    def _beside(self, proposed: Point, history: Sequence[TrialRecord], number: int) -> Point | None:
+        """An untried point that one decision parts from the proposed one or from one of the best trials, None where all were tried.
+
+        Of some, the one that TPE's own measure holds for the best: the ratio of the density of the best tenth of the trials to that of
+        the others. Rounded, since what is equal but for rounding is common here and must not depend on how sums are ordered.
+        """
+        generator = random.Random(seed_for(self.seed, number, "beside"))
+        best = self._best(history, math.ceil(len(history) / 10))
+        starts = [record.point for record in best if record.number != self.seen[point_key(proposed)]]
+        generator.shuffle(starts)
+        candidates = list(self._untried([proposed, *starts], generator).values())
+        if not candidates:
+            return None
+        chosen = {record.number for record in best}
+        others = [record for record in history if record.number not in chosen]
+        sizes = np.array([len(self.space.choices(name)) + 1 for name in self.space.variables])  # inactive is a choice of its own
+        codes = np.array([self._code(point) for point in candidates])
+        good, bad = (log_density(codes, self._code_table(records), sizes) for records in (best, others))
+        return candidates[int(np.argmax(np.round(good - bad, 9)))]
+
+    def _untried(self, starts: Sequence[Mapping[str, Any]], generator: random.Random) -> dict[str, Point]:
+        """Some untried neighbours by key: of the first few starts, and of more of them only while there is none."""
+        found: dict[str, Point] = {}
+        for place, start in enumerate(starts):
+            if found and place > BESIDE:
+                break
+            near = neighbours(self.space, start, complete=lambda _name, choices, _so_far: generator.choice(choices))
+            generator.shuffle(near)
+            taken = 0
+            for point in near:
+                key = point_key(point)
+                if key not in self.seen and key not in found:
+                    found[key] = point
+                    taken += 1
+                    if taken == NEIGHBOURS:
+                        break
+        return found
+
+    def _code(self, point: Mapping[str, Any]) -> list[int]:
+        """A point as places of its values among their choices, -1 where a variable is inactive."""
+        return [self.space.choice_index(name, point[name]) if name in point else -1 for name in self.space.variables]
+
+    def _code_table(self, records: Sequence[TrialRecord]) -> NDArray[np.int64]:
+        for record in records:
+            if record.number not in self._codes:  # the point of a number stays
+                self._codes[record.number] = self._code(record.point)
+        return np.array([self._codes[record.number] for record in records], np.int64).reshape(len(records), len(self.space.variables))
 
     def _learned(self) -> list[TrialRecord]:
         """The finished trials that TPE is shown, by number: all, or the newest and the best of the older ones.
@@ -298,25 +347,33 @@ class Search:
         cut = (len(history) - most + 2 * LEARNED_OLDER - 1) // LEARNED_OLDER * LEARNED_OLDER
         older = history[:cut]
         if len(self._older[0]) != cut or any(a is not b for a, b in zip(self._older[0], older, strict=True)):
-            self._older = (older, self._best(older))
+            self._older = (older, self._best(older, LEARNED_OLDER))
         return [*self._older[1], *history[cut:]]
 
-    def _best(self, records: Sequence[TrialRecord]) -> list[TrialRecord]:
-        """The best of them, by number: layer after layer of the front, of one that is too large the newest, then those that miss least."""
-        measured = [(r, v, sum(max(c, 0.0) for c in self.goals.constraints(r))) for r in records if (v := self._values(r)) is not None]
+    def _best(self, records: Sequence[TrialRecord], most: int) -> list[TrialRecord]:
+        """The best `most` of them, by number: layer after layer of the front, of one that is too large the newest, then those that miss least."""
+        measured = [(r, v, missed) for r, v, missed in map(self._score, records) if v is not None]
         left = [(r, v) for r, v, missed in measured if not missed > 0]
         best: list[TrialRecord] = []
         signs = [1.0 if d == "minimize" else -1.0 for d in self.goals.directions]
-        while left and len(best) < LEARNED_OLDER:
+        while left and len(best) < most:
             front = pareto_front(np.array([v for _, v in left]) * signs)
             layer = [r for (r, _), on_front in zip(left, front, strict=True) if on_front]
             if not layer:  # not a number
                 break
-            best += layer[-(LEARNED_OLDER - len(best)) :]
+            best += layer[-(most - len(best)) :]
             left = [each for each, on_front in zip(left, front, strict=True) if not on_front]
         missing = sorted((m for m in measured if m[2] > 0), key=lambda m: (m[2], -m[0].number))
-        best += [r for r, _, _ in missing[: LEARNED_OLDER - len(best)]]
+        best += [r for r, _, _ in missing[: most - len(best)]]
         return sorted(best, key=lambda r: r.number)
+
+    def _score(self, record: TrialRecord) -> tuple[TrialRecord, tuple[float, ...] | None, float]:
+        """A record with what the sampler is told of it, and by how much it misses its constraints."""
+        known = self._scored.get(record.number)
+        if known is None or known[0] is not record:
+            known = (record, self._values(record), sum(max(c, 0.0) for c in self.goals.constraints(record)))
+            self._scored[record.number] = known
+        return known
 
     # ------------------------------------------------------------------ the study
 
@@ -331,7 +388,8 @@ class Search:
         if values is None:
             frozen = optuna.trial.create_trial(state=optuna.trial.TrialState.PRUNED, params=params, distributions=distributions)
         else:
-            constraints = dict(zip(self._constraint_names(record), self.goals.constraints(record), strict=True))
+            violations = zip(self._constraint_names(record), self.goals.constraints(record), strict=True)
+            constraints = {name: violation for name, violation in violations if violation > 0}  # all that TPE looks at, at each point anew
             frozen = optuna.trial.create_trial(values=list(values), params=params, distributions=distributions, constraints=constraints)
         frozen.number = record.number - BEFORE_ALL
         self._made[record.number] = (record, frozen)  # nothing changes it, so one serves all asks
@@ -371,6 +429,25 @@ class Search:
             if name not in trial.constraints:  # set before the kill that cut this off
                 trial.set_constraint(name, violation)
         self.study.tell(record.number, list(values))
+
+
+def log_density(codes: NDArray[np.int64], data: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Log density of points, shape (points, variables), under what was observed, shape (observations, variables).
+
+    A mixture, all of one weight, of a flat distribution and a kernel for each observation: a product over the variables, of which each
+    gives its own value the weight 1 + 1/n and each of the other `sizes` - 1 values 1/n, n being the number of components. These are
+    Optuna's kernels of its multivariate TPE for categories.
+    """
+    components = len(data) + 1
+    whole = 1 + sizes / components
+    hit, miss = np.log((1 + 1 / components) / whole), np.log(1 / components / whole)
+    logs = np.full((len(codes), components), miss.sum())
+    logs[:, -1] = -np.log(sizes).sum()
+    for variable, gain in enumerate(hit - miss):
+        logs[:, :-1] += gain * (codes[:, variable, None] == data[None, :, variable])
+    top = logs.max(axis=1)
+    density: NDArray[np.float64] = top + np.log(np.exp(logs - top[:, None]).mean(axis=1))
+    return density
 
 
 @cache

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autotune.errors import ConfigError
@@ -14,7 +16,7 @@ from autotune.records import Cause, MetricValue, Status, TrialRecord
 from autotune.search_spaces.parameters import INACTIVE, Categorical, Conditional
 from autotune.search_spaces.space import Space, compile_space, enumerate_points, point_key
 from autotune.sweep import search as search_module
-from autotune.sweep.search import JOURNAL_FILE, Asked, Goals, Search, drop_torn_tail, open_study, seed_for
+from autotune.sweep.search import JOURNAL_FILE, Asked, Goals, Search, drop_torn_tail, log_density, open_study, seed_for
 
 DIRECTIONS = ("minimize", "maximize")
 
@@ -92,6 +94,40 @@ def test_no_point_is_asked_twice_and_the_budget_is_kept(tmp_path: Path, sampler:
 
     assert len(asked) == 30
     assert len(set(points(asked))) == 30
+
+
+def test_where_the_sampler_repeats_itself_a_point_one_decision_from_a_tried_one_is_taken(tmp_path: Path) -> None:
+    asked = run_to_end(search_in(tmp_path / "s", budget=40))
+
+    instead = [a for a in asked if a.repeats and a.origin == "sampler"]
+    assert len(instead) > 5
+    assert {a.repeats for a in instead} == {1}
+    for each in instead:  # in this space a decision changes no other one's value: it starts or ends others, or leaves them
+        before = [a.point for a in asked[: each.number]]
+        assert any(sum(each.point[n] != p[n] for n in each.point.keys() & p.keys()) == 1 for p in before)
+
+
+def test_a_space_is_used_up_but_for_one_point_without_a_repeat(tmp_path: Path) -> None:
+    budget = small_space().valid - 1
+
+    asked = run_to_end(search_in(tmp_path / "s", budget=budget))
+
+    assert len(set(points(asked))) == len(asked) == budget
+
+
+def test_the_density_of_points_sums_to_one_and_is_that_of_kernels_counted_by_hand() -> None:
+    sizes = np.array([3, 2])
+    every = np.array(list(product(range(3), range(2))))
+    seen = np.array([[0, 1], [0, 0], [2, 1]])
+
+    found = np.exp(log_density(every, seen, sizes))
+    none_seen = np.exp(log_density(every, np.zeros((0, 2), np.int64), sizes))
+
+    # four components, so a value that was seen weighs 5/4 and each other one 1/4: of 7/4 with three choices, of 6/4 with two
+    at_0_1 = (1 / 6 + 5 / 7 * 5 / 6 + 5 / 7 * 1 / 6 + 1 / 7 * 5 / 6) / 4
+    assert found.sum() == pytest.approx(1)
+    assert found[1] == pytest.approx(at_0_1)
+    assert none_seen == pytest.approx(np.full(6, 1 / 6))
 
 
 def test_a_space_no_larger_than_the_budget_is_enumerated_whole(tmp_path: Path) -> None:
