@@ -9,7 +9,7 @@ import copy
 import functools
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +36,7 @@ from autotune.passes.onnx_graph import (
     unchanged,
 )
 from autotune.passes.quantization_bodies import quantize_bodies
+from autotune.passes.quantization_fusions import free_outputs, hold_apart, last_shares
 from autotune.passes.quantization_graph import (
     Prepared,
     coverage,
@@ -48,7 +49,7 @@ from autotune.passes.quantization_graph import (
     refuse_wild_weights,
     wrongly_removed,
 )
-from autotune.passes.quantization_groups import by_harm, content_of, content_of_arrays, groups_of, rows_for
+from autotune.passes.quantization_groups import CUTS, by_harm, content_of, content_of_arrays, groups_of, lone_cuts, rows_for
 from autotune.passes.quantization_names import give_names_back
 from autotune.passes.quantization_scales import drop_unbounded, nodes_at, saturated, to_powers_of_two
 from autotune.passes.registry import register
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from autotune.data import Arrays
 
 WHO = "OnnxQuantization"
+CPU = "CPUExecutionProvider"
 PER_CHANNEL_OPSET = 13  # DequantizeLinear has an axis from here on
 WIDE_OPSET = 21  # QuantizeLinear and DequantizeLinear have types of 4 and 16 bits from here on
 GROUPS: Mapping[str, tuple[str, ...]] = {"matmul": ("MatMul", "Gemm", "Attention"), "conv": ("Conv", "ConvTranspose")}
@@ -80,15 +82,18 @@ SAMPLES: Mapping[str, int] = {  # histograms cost more a sample
 }  # fmt: skip
 HARM_DEPENDS_ON = (
     "weight_type", "activation_type", "weight_symmetric", "activation_symmetric", "per_channel", "reduce_range",
-    "op_types_to_exclude_output_quantization",
+    "op_types_to_exclude_output_quantization", "outputs_in_float",
 )  # fmt: skip
 # Shares, so that small models lose one group or two, and large ones enough to matter: a tenth took two thirds of the error from a transformer
-# of 37 groups, a quarter nine tenths.
-WORST_LEFT_OUT = Conditional("op_types_to_quantize", dict.fromkeys(["all", "conv+matmul"], Categorical([0, 0.1, 0.25])), default=Categorical([0]))
+# of 37 groups, a quarter nine tenths; of a network of depthwise convolutions with 50, the first two had half of it and cost no time.
+WORST_LEFT_OUT = Conditional(
+    "op_types_to_quantize", dict.fromkeys(["all", "conv+matmul"], Categorical([0, 0.03, 0.1, 0.25])), default=Categorical([0])
+)
 MOST_REPAIRS = 8  # rounds in which nodes with biases out of bounds are left out; each round finds one at least
 STATIC_ONLY = (
     "activation_type", "activation_symmetric", "quant_format", "power_of_two_scales", "calibrate_method", "percentile", "standard_deviations",
     "calibration_data_dir", "calibration_samples", "exclude_top_k", "op_types_to_exclude_output_quantization",
+    "outputs_in_float",
 )  # fmt: skip
 
 # A product whose takers are quantized too gets its scale from them, so that with `all` there is next to nothing to choose.
@@ -145,11 +150,12 @@ class OnnxQuantization(Pass):
 
     contract = PassContract(
         accepts=ONNX, returns=ONNX, min_opset=10, needs_calibration_when={"quant_mode": "static"}, refuses_quantized_input=True,
-        data={"calibration_data_dir": "calibration"}, version=4,
+        data={"calibration_data_dir": "calibration"}, ep_dependent=True, version=5,
     )  # fmt: skip
 
     @classmethod
     def _default_config(cls, accelerator_spec: AcceleratorSpec) -> dict[str, PassConfigParam]:
+        ends = accelerator_spec.execution_provider == CPU
         return {
             "quant_mode": PassConfigParam(
                 type_=Literal["static", "dynamic"], default_value="static", search_defaults=Categorical(["static", "dynamic"]),
@@ -215,6 +221,7 @@ class OnnxQuantization(Pass):
                     "quant_mode", {"static": Categorical(["all", "conv+matmul", "matmul", "conv"]), "dynamic": Categorical(["all", "matmul"])},
                 ),
                 description="all, or some of matmul (MatMul, Gemm, Attention), conv (Conv, ConvTranspose) and ONNX operator types, joined by +. "
+                "In static mode a Relu or Clip goes with the product before it. "
                 "In dynamic mode all leaves out Conv, which would run some 4 times slower; name it to have it",
             ),
             "op_types_to_exclude_output_quantization": PassConfigParam(
@@ -223,6 +230,12 @@ class OnnxQuantization(Pass):
                 description="operators whose inputs are quantized and whose results are not, named as in op_types_to_quantize, or none. matmul keeps "
                 "the accuracy of transformers, whose products are added up and normalized in float; they still run in 8 bits. A Conv with a float "
                 "result runs in float on CPUs. QDQ only; searched where products stand among float operators",
+            ),
+            "outputs_in_float": PassConfigParam(
+                type_=bool, default_value=_static_default(ends), search_defaults=_static(Categorical([ends])),
+                description="leave the last step of each output of the model as precise as it is where that costs next to nothing: in QDQ format a "
+                "product or sum that gives one is not rounded to 8 bits, and with op_types_to_quantize=all a Softmax or Sigmoid that gives one runs "
+                "in float. Static mode only; the default on CPUs",
             ),
             "per_channel": PassConfigParam(
                 type_=bool, default_value=True, search_defaults=Boolean(),
@@ -248,7 +261,9 @@ class OnnxQuantization(Pass):
             ),
             "quant_preprocess": PassConfigParam(
                 type_=bool, default_value=True,
-                description="infer shapes, fold constants and fuse batch normalization first; without it models often stay half in float",
+                description="infer shapes, fold constants, fuse batch normalization and, in static mode for CPUs, GELU, SiLU and layer normalization "
+                "written out in parts first, and pool where a mean is taken over an image; without it models often stay half in float, and what "
+                "the runtime would have fused does not fuse between quantized values",
             ),
         }  # fmt: skip
 
@@ -299,14 +314,14 @@ class OnnxQuantization(Pass):
         excluded, only = ([n for graph in graphs_of(named.graph) for n in graph.node if n.name in found] for found in named_by.values())
         prepared = prepare(
             named, optimize=config["quant_preprocess"], excluded=excluded, only=only if patterns["nodes_to_quantize"] is not None else None,
-            operators=operators, bodies=bodies,
+            operators=operators, bodies=bodies, composites=_on_cpu(self) and not bodies,
         )  # fmt: skip
         possible = quantizable(prepared.proto, operators, prepared.excluded, bodies=bodies)
         refuse_wild_weights(prepared.proto, who=who)
         notes: dict[str, Any] = {"operators_before": before, "quantizable_nodes": possible.nodes, **prepared.notes}
         if not possible.nodes:
             return unchanged(model, output_model_path, possible.reason, notes={**notes, "operators_after": before, "quantized_nodes": 0})
-        groups = len(groups_of(prepared.proto, operators, prepared.excluded))
+        groups = len(_groups(prepared.proto, operators, prepared.excluded, config))
         if 0 < groups <= _count_of(config.get("exclude_top_k", 0), groups):  # known before anything is calibrated or ordered
             reason = f"every group of nodes is excluded: there are {groups}"
             return unchanged(model, output_model_path, reason, notes={**notes, "operators_after": before, "quantized_nodes": 0})
@@ -327,10 +342,14 @@ class OnnxQuantization(Pass):
         if not covered["nodes"]:
             reason = notes.get("left_in_float", "ONNX Runtime's quantizer left every weight in float")
             return unchanged(model, output_model_path, reason, notes={**notes, "operators_after": before})
-        if self.accelerator_spec.execution_provider == "CPUExecutionProvider":
+        if _on_cpu(self):
             with library_errors(who, "what ONNX Runtime's quantizer makes must load and run", "Leave out operators, or choose other types."):
                 loads_at_every_level(quantized, feed)
         return model.written(output_model_path, proto=quantized, notes={**notes, "changed": True})
+
+
+def _on_cpu(this: Pass) -> bool:
+    return this.accelerator_spec.execution_provider == CPU
 
 
 def _contradictions(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -397,7 +416,10 @@ def _operator_types(config: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Static:
-    """The static quantizer at work: quantizes the prepared model with some nodes left in float, as often as it is asked."""
+    """The static quantizer at work: quantizes the prepared model with some nodes left in float, as often as it is asked.
+
+    `operators` are those that were chosen; cuts (Relu and Clip) come with the products before them.
+    """
 
     who: str
     prepared: Prepared
@@ -422,13 +444,14 @@ class _Static:
             options["TensorQuantOverrides"] = {n: [{"quant_type": types[config["weight_type"]]}] for n in self.one_scale}
         ranges = copy.copy(self.ranges)
         ranges.data = dict(self.ranges.data)  # the quantizer changes some
-        kept = config.get("op_types_to_exclude_output_quantization", "none")
-        if kept != "none":
-            options["OpTypesToExcludeOutputQuantization"] = sorted({op for part in kept.split("+") for op in GROUPS.get(part, (part,))})
+        floats = _float_results(config)
+        if floats:
+            options["OpTypesToExcludeOutputQuantization"] = sorted(floats)
         copied = type(self.prepared.proto)()
         copied.CopyFrom(self.prepared.proto)
         given: tuple[Any, ...] = (
-            types[config["weight_type"]], types[config["activation_type"]], ranges, [], sorted(excluded), list(self.operators), options
+            types[config["weight_type"]], types[config["activation_type"]], ranges, [],
+            sorted(excluded | _alone(self.prepared.proto, self.operators, excluded, config)), sorted({*self.operators, *CUTS}), options,
         )  # fmt: skip
         with library_errors(self.who, "the model must be one that ONNX Runtime's static quantizer takes"), quiet():
             if config["quant_format"] != "QDQ":
@@ -436,6 +459,8 @@ class _Static:
             quantizer = QDQQuantizer(copied, config["per_channel"], config["reduce_range"], *given)
             quantizer.quantize_model()
             result: onnx.ModelProto = quantizer.model.model
+        if config["outputs_in_float"]:
+            free_outputs(result)
         return result
 
 
@@ -478,6 +503,7 @@ def _quantize_static(
             who, "static mode needs calibration data", "calibration_data_dir=None", "Give calibration data, or set quant_mode to 'dynamic'."
         )
     walk = calibration_feeds(Path(data), model.io, config["calibration_samples"], who=who)
+    given = sorted({*operators, *CUTS})
     with tempfile.TemporaryDirectory(prefix="autotune-quantize-") as name:
         path = Path(name, MODEL_FILE)
         copied = type(prepared.proto)()
@@ -485,17 +511,21 @@ def _quantize_static(
         save_onnx(copied, path)
         with library_errors(who, "the model must run on the calibration data with its inner values as outputs"):
             ranges = activation_ranges(
-                path, walk, method=config["calibrate_method"], percentile=float(config.get("percentile", 100.0)), op_types=operators,
+                path, walk, method=config["calibrate_method"], percentile=float(config.get("percentile", 100.0)), op_types=given,
                 deviations=float(config.get("standard_deviations", 0.0)),
             )  # fmt: skip
     left: dict[str, str] = {}
-    wild = nodes_at(prepared.proto, operators, drop_unbounded(ranges)) - prepared.excluded
+    if config["outputs_in_float"] and config["op_types_to_quantize"] == "all" and config.get("nodes_to_quantize") is None:
+        ends = {name: output for name, output in last_shares(prepared.proto).items() if name not in prepared.excluded}
+        left.update({name: f"it gives {output!r}, of which 8 bits would leave 256 levels" for name, output in ends.items()})
+    floats = prepared.excluded | _alone(prepared.proto, operators, prepared.excluded, config)
+    wild = nodes_at(prepared.proto, given, drop_unbounded(ranges)) - floats
     left.update(dict.fromkeys(sorted(wild), "values without bounds, or none at all, on the calibration data"))
     if config["quant_format"] == "QOperator" and config["weight_type"] != config["activation_type"]:
         weights = {t.name for t in prepared.proto.graph.initializer}
         lefts = [n.name for n in prepared.proto.graph.node if n.op_type == "MatMul" and n.input[0] in weights and n.name not in prepared.excluded]
         left.update(dict.fromkeys(lefts, "QLinearMatMul has no kernel for a weight of another type on its left"))
-    cut = set(wrongly_removed(prepared.proto, operators, by_operators=config["quant_format"] == "QOperator")) - prepared.excluded
+    cut = set(wrongly_removed(prepared.proto, given, by_operators=config["quant_format"] == "QOperator")) - floats
     left.update(dict.fromkeys(sorted(cut), "others need its input as it is, and the quantizer would cut it off"))
     quantize = _Static(who, prepared, operators, ranges, whole, config)
     if config["exclude_top_k"]:
@@ -508,9 +538,27 @@ def _quantize_static(
         from onnx import numpy_helper
 
         to_powers_of_two(result, {t.name: numpy_helper.to_array(t) for t in prepared.proto.graph.initializer if t.data_type == float_type()})
+    if config["quant_format"] == "QDQ":
+        hold_apart(result)
     if left:
         notes["left_in_float"] = "; ".join(f"{prepared.renamed.get(node, node)}: {why}" for node, why in list(left.items())[:20])
     return result, next(walk())
+
+
+def _float_results(config: Mapping[str, Any]) -> set[str]:
+    """Operators whose results are not to be quantized."""
+    kept = config.get("op_types_to_exclude_output_quantization", "none")
+    return set() if kept == "none" else {op for part in kept.split("+") for op in GROUPS.get(part, (part,))}
+
+
+def _alone(proto: onnx.ModelProto, operators: Iterable[str], excluded: frozenset[str], config: Mapping[str, Any]) -> set[str]:
+    """Cuts (Relu and Clip) to leave in float, with these nodes left in float."""
+    return lone_cuts(proto, operators, excluded, _float_results(config))
+
+
+def _groups(proto: onnx.ModelProto, operators: Iterable[str], excluded: frozenset[str], config: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Groups of nodes that are quantized or left together: products have their cuts with them."""
+    return groups_of(proto, {*operators, *CUTS}, excluded | _alone(proto, operators, excluded, config))
 
 
 def _count_of(wanted: float, groups: int) -> int:
@@ -521,7 +569,7 @@ def _count_of(wanted: float, groups: int) -> int:
 def _by_harm(findings: Findings, quantize: _Static, left: frozenset[str], data: Path, model: ONNXModelHandler) -> list[dict[str, Any]]:
     """Groups of nodes by measured harm, largest first; found once for the same model, ranges, rows and parameters."""
     proto, excluded = quantize.prepared.proto, quantize.prepared.excluded | left
-    groups = groups_of(proto, quantize.operators, excluded)
+    groups = _groups(proto, quantize.operators, excluded, quantize.config)
     rows = min(rows_for(len(groups)), quantize.config["calibration_samples"])
     feeds = list(calibration_feeds(data, model.io, rows, who=quantize.who)())
     # QDQ computes in float what the other format computes in whole numbers: one order serves both.

@@ -32,6 +32,7 @@ from autotune.passes.onnx_graph import (
     short_message,
     value_names,
 )
+from autotune.passes.quantization_fusions import fuse_composites, pool_means
 from autotune.passes.quantization_names import free_names, fresh_stem
 
 if TYPE_CHECKING:
@@ -67,8 +68,11 @@ def prepare(
     only: Sequence[onnx.NodeProto] | None,
     operators: Iterable[str],
     bodies: bool,
+    composites: bool = False,
 ) -> Prepared:
     """Fold and fuse by ONNX Runtime's basic level, infer shapes, lift constants, and give weights and biases that need it a copy each.
+
+    With `composites`, what the runtime could no longer fuse afterwards is fused too, and means over images become pools.
 
     Nodes to exclude, and the `only` ones to quantize, are looked up again afterwards: fusions rename nodes. Where one that would be quantized
     can't be found, nothing is fused. With `bodies`, those of If, Loop and Scan are made ready too, and no two graphs define the same name.
@@ -93,6 +97,8 @@ def prepare(
         proto = named
         out = frozenset(node.name for node in excluded)
         kept = frozenset(node.name for node in only or ())
+    if optimize and composites:
+        proto = fuse_composites(proto, out | kept, notes)
     if optimize or default_opset(proto) <= 10:
         proto, problem = _with_shapes(proto)
         keep_io(proto, named)
@@ -104,6 +110,9 @@ def prepare(
         proto = copied
     name_every_node(proto)
     lift_constants(proto)
+    if optimize and composites:
+        pooled = pool_means(proto)
+        notes.update({"means_pooled": pooled} if pooled else {})
     if bodies:
         name_values_apart(proto)
     entered = list(graphs_of(proto.graph)) if bodies else [proto.graph]

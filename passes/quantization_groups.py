@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ MOVES = frozenset({
 })  # fmt: skip
 PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose"})
 FOLLOWERS = frozenset({"Relu", "Clip", "LeakyRelu"})  # the runtime makes one kernel of a product and these
+CUTS = frozenset({"Clip", "Relu"})  # a scale that begins and ends where these do makes them needless
 BROKEN = 1e30  # harm of a group whose outputs are not finite, or can't be had
 
 
@@ -55,6 +57,29 @@ def groups_of(proto: onnx.ModelProto, operators: Iterable[str], excluded: frozen
         taken.update(group)
         groups.append(tuple(group))
     return groups
+
+
+def lone_cuts(proto: onnx.ModelProto, operators: Iterable[str], excluded: Iterable[str], floats: Iterable[str]) -> set[str]:
+    """Names of the Relu and Clip nodes to leave in float, where the quantizer is given both types beside the chosen `operators`.
+
+    Behind a quantized product that nobody else takes, one belongs to it, chosen or not: else the product's scale would have to hold what is cut off,
+    and the cut would be an operator of its own. `floats` are operators whose results are not quantized.
+    """
+    chosen, out = set(operators), set(excluded)
+    products = (PRODUCTS & chosen) - set(floats)
+    makers = {name: node for node in proto.graph.node for name in node.output}
+    uses = Counter(name for node in proto.graph.node for name in node.input)
+    outputs = {v.name for v in proto.graph.output}
+    found = set()
+    for node in proto.graph.node:
+        if node.op_type not in CUTS - chosen:
+            continue
+        taken = node.input[0]
+        maker = makers.get(taken)
+        belongs = maker is not None and maker.op_type in products and maker.name not in out and uses[taken] == 1 and taken not in outputs
+        if not belongs:
+            found.add(node.name)
+    return found
 
 
 def by_harm(

@@ -72,6 +72,7 @@ def blocks(**config: Any) -> tuple[str, dict[str, Any]]:
 UPGRADE = ("OnnxOpsetUpgrade", {"target_opset": 17})
 FUSED = ("OrtTransformersOptimization", {"attention": False, "embed_layer_norm": False})
 PRODUCTS = {"op_types_to_quantize": "matmul", "op_types_to_exclude_output_quantization": "matmul"}
+WITH_CONVS = {**PRODUCTS, "op_types_to_quantize": "conv+matmul"}
 SMALL = {**PRODUCTS, "op_types_to_quantize": "matmul+Gather"}
 BASIC = [chain(dynamic()), chain(static())]
 AT_16_KHZ = ("OnnxDynamicToFixedShape", {"fixed_inputs": {"sr": 16000}})
@@ -86,6 +87,7 @@ CHAINS: Mapping[str, Sequence[Chain]] = {
         chain(static(per_channel=False)),
         chain(static(calibrate_method="percentile")),
         chain(static(calibrate_method="entropy")),
+        chain(static(exclude_top_k=0.03)),
         chain(static(exclude_top_k=0.1)),
         chain(static(op_types_to_quantize="conv")),
     ],
@@ -94,8 +96,10 @@ CHAINS: Mapping[str, Sequence[Chain]] = {
         chain(static()),
         chain(static(per_channel=False)),
         chain(UPGRADE, static()),
+        chain(UPGRADE, static(calibrate_method="percentile")),
         chain(UPGRADE, static(op_types_to_quantize="conv+matmul")),
-        chain(UPGRADE, static(op_types_to_quantize="conv+matmul", op_types_to_exclude_output_quantization="matmul")),
+        chain(UPGRADE, static(**WITH_CONVS)),
+        chain(UPGRADE, static(**WITH_CONVS, calibrate_method="percentile")),
         chain(UPGRADE, static(op_types_to_quantize="conv+matmul", exclude_top_k=0.1)),
     ],
     "minilm": [

@@ -112,7 +112,8 @@ def test_outputs_of_the_model_and_of_inner_nodes_are_calibrated_alike(quant_form
     given = saved(tmp_path / "in", proto)
     rows = flat()
 
-    result = apply("OnnxStaticQuantization", given, tmp_path / "out", rows, quant_format=quant_format, calibrate_method=method)
+    config = {"quant_format": quant_format, "calibrate_method": method, "outputs_in_float": False}
+    result = apply("OnnxStaticQuantization", given, tmp_path / "out", rows, **config)
 
     held = {t.name: numpy_helper.to_array(t) for t in result.load().graph.initializer}
     low, high = float(outputs(given, rows)[1].min()), float(outputs(given, rows)[1].max())

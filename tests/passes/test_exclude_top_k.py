@@ -126,7 +126,7 @@ def test_shares_are_searched_by_default_where_most_operators_are_quantized_and_n
     searched = {(p["quant_mode"], p["op_types_to_quantize"], p.get("exclude_top_k")) for p in enumerate_points(space)}
 
     assert searched == {
-        *(("static", kind, k) for kind in ("all", "conv+matmul") for k in (0, 0.1, 0.25)),
+        *(("static", kind, k) for kind in ("all", "conv+matmul") for k in (0, 0.03, 0.1, 0.25)),
         *(("static", kind, 0) for kind in ("conv", "matmul")), ("dynamic", "all", None), ("dynamic", "matmul", None),
     }  # fmt: skip
 

@@ -197,7 +197,7 @@ def test_the_search_space_leaves_out_what_is_slow_or_impossible() -> None:
     points = list(enumerate_points(space))
     # static: 3 methods, per channel or not, and for all, conv, matmul, conv+matmul so many shares left out times products in float or not;
     # dynamic: 2 weight types, 2 sets of operators, per channel or not
-    assert len(points) == 3 * 2 * (3 * 1 + 1 * 1 + 1 * 2 + 3 * 2) + 2 * 2 * 2
+    assert len(points) == 3 * 2 * (4 * 1 + 1 * 1 + 1 * 2 + 4 * 2) + 2 * 2 * 2
     assert all(p["weight_type"] == "int8" for p in points if p["quant_mode"] == "static")
     assert all(p.get("activation_type", "uint8") == "uint8" for p in points)
     for point in points:
