@@ -41,6 +41,7 @@ PLAN_FILE = "plan.json"
 STAGE_FILE = "now.json"
 STORE_FOLDER = "store"
 BASELINE_TIMES = "measured/baseline.jsonl"
+BASELINE_BYTES = 20_000  # some 200 measurements
 TIMES, TIMES_STAGE = "operator-times", "autotune.passes.run:time_operators"
 PROFILED_BYTES = 1_000_000_000  # a larger model is not profiled for the coverage: it would be held in memory twice
 FINDINGS = "findings"  # in the store's folder: what passes found out once for all trials
@@ -392,12 +393,13 @@ class TrialRunner:
         return {k: MetricValue.from_json(v) for k, v in value["metrics"].items()}, value
 
     def _baseline_before(self, folder: Path) -> list[float]:
-        """The baseline's latency in this run's other measurements, ms; that of one that is made again does not count."""
+        """The baseline's latency in this run's last measurements, ms; that of one that is made again does not count."""
         found: dict[str, float] = {}
-        evaluator = digest_of(self._evaluator())
-        with contextlib.suppress(FileNotFoundError):
-            for line in (self.run_folder / BASELINE_TIMES).read_text().splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # the last one of a sweep that was killed may be torn
+        evaluator = digest_of(self._evaluator())[:12]
+        with contextlib.suppress(FileNotFoundError), (self.run_folder / BASELINE_TIMES).open("rb") as file:
+            file.seek(-min(BASELINE_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)  # no more, so that a long sweep is as quick as a short one
+            for line in file.read().split(b"\n"):
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # the first may be cut, the last of a killed sweep torn
                     told = json.loads(line)
                     if told["evaluator"] == evaluator:
                         found[told["measurement"]] = float(told["ms"])
@@ -408,7 +410,7 @@ class TrialRunner:
         path = self.run_folder / BASELINE_TIMES
         path.parent.mkdir(exist_ok=True)
         with path.open("a") as file:  # one write, at the end whoever else writes: trials may end at the same time
-            file.write("\n" + json.dumps({"measurement": self._name_of(folder), "ms": ms, "evaluator": digest_of(self._evaluator())}))
+            file.write("\n" + json.dumps({"measurement": self._name_of(folder), "ms": ms, "evaluator": digest_of(self._evaluator())[:12]}))
 
     def _name_of(self, folder: Path) -> str:
         return Path(os.path.relpath(folder, self.run_folder)).as_posix()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from autotune.pipeline import Pipeline
 from autotune.records import Cause, Status
 from autotune.stages import StageOutcome
 from autotune.sweep.result import SweepResult
-from autotune.trial import TRIAL_FILE, TrialPlan, TrialRunner
+from autotune.trial import BASELINE_TIMES, TRIAL_FILE, TrialPlan, TrialRunner
 
 
 def test_a_candidate_above_the_latency_limit_is_timed_shortly_as_the_file_says(
@@ -104,3 +105,30 @@ def test_a_run_folder_that_was_moved_has_its_models_where_it_is_now(finished: Sw
     assert (plan.baseline.folder, plan.input_model.folder) == (moved / "baseline" / "model",) * 2
     assert plan.baseline.path.exists()
     assert plan.to_json() == before.to_json()
+
+
+def test_a_measurement_is_told_what_the_baseline_took_before_but_not_by_itself_nor_under_another_evaluation(
+    finished: SweepResult, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished.run, run)
+    plan = TrialPlan.load(run)
+    times = run / BASELINE_TIMES
+    lines = times.read_text().split("\n")
+    first = json.loads(lines[1])
+    assert first["measurement"] == "baseline/latency"
+
+    with TrialRunner(run, plan.sweep) as runner:
+        before = runner._baseline_before(run / "trials" / "t-9999" / "latency")
+        again = runner._baseline_before(run / "baseline" / "latency")
+        times.write_text(json.dumps({**first, "evaluator": "another", "measurement": "x"}) + "\n".join(lines) + '\n{"measurement": "torn')
+        torn = runner._baseline_before(run / "trials" / "t-9999" / "latency")
+        times.write_text("\n".join(json.dumps({**first, "measurement": f"m-{n}", "ms": n}) for n in range(2000)))
+        many = runner._baseline_before(run / "trials" / "t-9999" / "latency")
+
+    assert before[0] == first["ms"]
+    assert len(before) == len(lines) - 1
+    assert again == before[1:]
+    assert torn == before
+    assert many == list(map(float, range(2000 - len(many), 2000)))
+    assert 100 < len(many) < 400
