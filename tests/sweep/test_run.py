@@ -189,7 +189,7 @@ def test_a_limit_on_p99_gets_the_runs_and_the_time_that_p99_needs(
 
     def stage(_self: TrialRunner, _function: str, args: dict[str, Any], _folder: Path, **_more: Any) -> StageOutcome:
         asked.append(args["protocol"])
-        return StageOutcome({"metrics": {}})
+        return StageOutcome({"metrics": {}, "baseline_metrics": {"latency": {"value": 1.0}}})
 
     monkeypatch.setattr(TrialRunner, "stage", stage)
     with TrialRunner(tmp_path, LoadedSweep(config, finished.run)) as runner:
