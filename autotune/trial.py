@@ -386,14 +386,14 @@ class TrialRunner:
         args = {
             "model": model.to_json(), "baseline": baseline.to_json() if baseline else None, "data": str(data), "rows": list(rows)[:64],
             "batch_size": self.sweep.target.batch_size, "protocol": protocol, "seed": seed, "out": str(folder),
-            "measurer": measure.measurer, "root": str(self.sweep.root), "limits": list(limits), "before": self._baseline_before(folder),
+            "measurer": measure.measurer, "root": str(self.sweep.root), "limits": list(limits), "before": self.baseline_before(folder),
         }  # fmt: skip
         value = self._value("latency", self.stage("autotune.benchmarks.stages:latency", args, folder, exclusive=True))
         self._keep_baseline(folder, value["baseline_metrics"]["latency"]["value"])
         return {k: MetricValue.from_json(v) for k, v in value["metrics"].items()}, value
 
-    def _baseline_before(self, folder: Path) -> list[float]:
-        """The baseline's latency in this run's last measurements, ms; that of one that is made again does not count."""
+    def baseline_before(self, *folders: Path) -> list[float]:
+        """The baseline's latency in this run's last measurements, ms, but for those whose folders are given: they are made again, or told apart."""
         found: dict[str, float] = {}
         evaluator = digest_of(self._evaluator())[:12]
         with contextlib.suppress(FileNotFoundError), (self.run_folder / BASELINE_TIMES).open("rb") as file:
@@ -403,8 +403,8 @@ class TrialRunner:
                     told = json.loads(line)
                     if told["evaluator"] == evaluator:
                         found[told["measurement"]] = float(told["ms"])
-        found.pop(self._name_of(folder), None)
-        return list(found.values())
+        apart = {self._name_of(folder) for folder in folders}
+        return [ms for name, ms in found.items() if name not in apart]
 
     def _keep_baseline(self, folder: Path, ms: float) -> None:
         path = self.run_folder / BASELINE_TIMES

@@ -119,12 +119,12 @@ def test_a_measurement_is_told_what_the_baseline_took_before_but_not_by_itself_n
     assert first["measurement"] == "baseline/latency"
 
     with TrialRunner(run, plan.sweep) as runner:
-        before = runner._baseline_before(run / "trials" / "t-9999" / "latency")
-        again = runner._baseline_before(run / "baseline" / "latency")
+        before = runner.baseline_before(run / "trials" / "t-9999" / "latency")
+        again = runner.baseline_before(run / "baseline" / "latency")
         times.write_text(json.dumps({**first, "evaluator": "another", "measurement": "x"}) + "\n".join(lines) + '\n{"measurement": "torn')
-        torn = runner._baseline_before(run / "trials" / "t-9999" / "latency")
+        torn = runner.baseline_before(run / "trials" / "t-9999" / "latency")
         times.write_text("\n".join(json.dumps({**first, "measurement": f"m-{n}", "ms": n}) for n in range(2000)))
-        many = runner._baseline_before(run / "trials" / "t-9999" / "latency")
+        many = runner.baseline_before(run / "trials" / "t-9999" / "latency")
 
     assert before[0] == first["ms"]
     assert len(before) == len(lines) - 1

@@ -98,8 +98,10 @@ class Finalists:
                 fallen = _fallen(record, end)
                 self._write(fallen)
                 return [fallen if r.id == record.id else r for r in records], None
-            taken.setdefault(record.id, []).append(folder / LATENCY_FILE)
-            return self._with_latency(records, record, pooled(taken[record.id])), float(facts.get("elapsed_s", 0.0))
+            turns = taken.setdefault(record.id, [])
+            turns.append(folder / LATENCY_FILE)
+            before = self.runner.baseline_before(*(path.parent for path in turns))
+            return self._with_latency(records, record, pooled(turns, before)), float(facts.get("elapsed_s", 0.0))
 
         records, self.resolution = resolve_front(
             records, self.select, take_turn, each_s=seconds(measure.final_time), budget_s=seconds(measure.final_budget),
@@ -363,16 +365,19 @@ def why_it_falls(
     return ""
 
 
-def pooled(paths: Sequence[Path]) -> MetricValue:
-    """Latency from the raw samples of several measurements of one model beside the baseline: all their session pairs together."""
+def pooled(paths: Sequence[Path], before: Sequence[float] = ()) -> MetricValue:
+    """Latency from the raw samples of several measurements of one model beside the baseline: all their session pairs together.
+
+    `before`: the baseline's latencies in other measurements, ms; how far it moved among all of them widens the intervals.
+    """
     turns = []
     for path in paths:
         with np.load(path, allow_pickle=False) as file:
             turns.append({name: file[name] for name in ("candidate_ns", "baseline_ns", "session", "used")})
-    return pooled_turns(turns)
+    return pooled_turns(turns, before)
 
 
-def pooled_turns(turns: Sequence[Mapping[str, NDArray[Any]]]) -> MetricValue:
+def pooled_turns(turns: Sequence[Mapping[str, NDArray[Any]]], before: Sequence[float] = ()) -> MetricValue:
     """The same from arrays: `candidate_ns` and `baseline_ns`, shape (rounds, runs), `session` and `used`, shape (rounds,), as `PairedSamples` has."""
     candidate: list[float] = []
     baseline: list[float] = []
@@ -395,7 +400,7 @@ def pooled_turns(turns: Sequence[Mapping[str, NDArray[Any]]]) -> MetricValue:
         delta=statistics.median_interval(np.subtract(candidate, baseline)), samples=runs, units=len(logs),
         method=f"median of {len(logs)} session pairs in {len(turns)} turns at the end, sign-test limits",
     )  # fmt: skip
-    return Occasions.of([], in_turns).widen(found)
+    return Occasions.of(before, in_turns).widen(found)
 
 
 def _fallen(record: TrialRecord, end: StageFailed) -> TrialRecord:

@@ -351,7 +351,10 @@ def reference(values: Sequence[float]) -> Interval:
 
 
 def coverage(short: Sequence[Json], long: Sequence[Json]) -> Json:
-    """Shares of short intervals that hold the reference, for the ratio and for the median latency."""
+    """Shares of short intervals that hold the reference, for the ratio and for the median latency.
+
+    `alone`: the same for the ratio's intervals without what is added for the time between measurements; `moved`: how far the baseline did.
+    """
     row: Json = {
         "seconds": float(np.median([one["facts"]["elapsed_s"] for one in short])),
         "ms": float(np.median([one["latency"].value for one in long])),
@@ -363,9 +366,18 @@ def coverage(short: Sequence[Json], long: Sequence[Json]) -> Json:
             "reference": truth.to_json(),
             "hold": share(sum(i.low <= truth.value <= i.high for i in intervals), len(intervals)),
             "meet": share(sum(i.low <= truth.high and i.high >= truth.low for i in intervals), len(intervals)),
-            "half_width": float(np.median([(i.high - i.low) / 2 / i.value for i in intervals])),
+            "half_width": half_width(intervals),
         }
+    alone = [Interval.from_json(one["facts"]["measured_ratio"]) for one in short]
+    truth = Interval.from_json(row["ratio"]["reference"])
+    row["alone"] = {"hold": share(sum(i.low <= truth.value <= i.high for i in alone), len(alone)), "half_width": half_width(alone)}
+    row["moved"] = short[-1]["facts"]["occasions"]["sd"]
     return row
+
+
+def half_width(intervals: Sequence[Interval]) -> float:
+    """Median of the half-widths, as shares of their values."""
+    return float(np.median([(i.high - i.low) / 2 / i.value for i in intervals]))
 
 
 def plain(ones: Sequence[Json]) -> list[Json]:
@@ -374,6 +386,7 @@ def plain(ones: Sequence[Json]) -> list[Json]:
         {
             "ratio": one["latency"].ratio.to_json(), "ms": one["latency"].interval.to_json(), "seconds": one["facts"]["elapsed_s"],
             "session_pairs": one["facts"]["session_pairs"], "stopped_by": one["facts"]["stopped_by"],
+            "alone": one["facts"]["measured_ratio"], "occasions": one["facts"]["occasions"],
         }
         for one in ones
     ]  # fmt: skip
@@ -409,6 +422,11 @@ def table_b(part: Json) -> list[str]:
             f"{ratio['half_width']:>8.2%} {own:>7.2%}   {percent(p50['hold']):25} {others:>11} {disturbed:>18}"
         )
     met = ", ".join(f"{r['kind']} {r['neighbour']} {r['ratio']['meet']['value']:.0%}" for r in part["rows"])
+    alone = ", ".join(
+        f"{r['kind']} {r['neighbour']} {r['alone']['hold']['value']:.0%} (± {r['alone']['half_width']:.1%}; the baseline moved by {r['moved']:.1%})"
+        for r in part["rows"]
+    )
+    lines.append(f"   without what is added for the time between measurements, the ratio's intervals would hold it in: {alone}")
     return [*lines, f"   the ratio's interval meets the reference's own interval: {met}", *(f"   {note}" for note in part["notes"])]
 
 

@@ -57,7 +57,8 @@ def test_the_choice_calls_faster_or_slower_what_is_so_beyond_doubt_and_tolerance
 
 
 def measurement(ratio: Interval, ms: Interval) -> dict[str, Any]:
-    return {"latency": MetricValue(ms.value, ms.low, ms.high, "ms", ratio=ratio), "facts": {"elapsed_s": 0.5}}
+    facts = {"elapsed_s": 0.5, "measured_ratio": Interval.exactly(ratio.value).to_json(), "occasions": {"sd": 0.02}}
+    return {"latency": MetricValue(ms.value, ms.low, ms.high, "ms", ratio=ratio), "facts": facts}
 
 
 def test_coverage_counts_the_intervals_that_hold_the_median_of_the_long_ones(program: ModuleType) -> None:
@@ -72,6 +73,7 @@ def test_coverage_counts_the_intervals_that_hold_the_median_of_the_long_ones(pro
     assert row["ratio"]["hold"]["low"] < 0.5 < row["ratio"]["hold"]["high"]
     assert row["ratio"]["meet"]["count"] == 4  # three long ones that differ so much say little, and their wide interval shows it
     assert row["p50"]["hold"]["count"] == 4
+    assert (row["alone"]["hold"]["count"], row["alone"]["half_width"], row["moved"]) == (0, 0, 0.02)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is no neighbour on one CPU")

@@ -187,6 +187,9 @@ class Clock(TrialRunner):
         save_samples(folder / "latency.npz", ns, np.full((10, 7), 1_000_000), session)
         return {}, {}
 
+    def baseline_before(self, *_: Path) -> list[float]:
+        return [1.0] * 10  # that machine stays as it is
+
 
 def save_samples(path: Path, candidate: Any, baseline: Any, session: Any) -> None:
     np.savez(path, candidate_ns=candidate, baseline_ns=baseline, session=session, used=np.ones(len(session), bool))
@@ -408,13 +411,15 @@ def test_a_turn_with_real_timing_leaves_raw_samples_and_a_record_of_fresh_runs_a
     record = candidate(finished)
     waiting = iter([(record.id,), (record.id,), (), ()])
     with TrialRunner(plan.run, plan.sweep) as runner:
+        before = runner.baseline_before()
         last = finalists(plan, runner)
         last.select = lambda _records: Selection((Objective("latency"),), to_measure=next(waiting))
         (after,) = last.resolve([record])
 
     kept = [plan.run / "trials" / record.id / "final" / f"turn-{k}" / "latency.npz" for k in (1, 2)]
     latency = after.metrics["latency"]
-    assert latency == pooled(kept)
+    assert before
+    assert latency == pooled(kept, before)
     assert latency.units >= 6
     assert "in 2 turns" in latency.method
     assert latency.ratio is not None
