@@ -214,7 +214,7 @@ def no_op(model: ONNXModelHandler, baseline: ONNXModelHandler, facts: Mapping[st
     """Say what a chain left as it was; empty where it clearly did something to the model. Session settings are no part of this."""
     if model.size_bytes == baseline.size_bytes and model.digest == baseline.digest:
         return "the model's bytes are the baseline's"
-    if facts["op_histogram"] != op_histogram(baseline.path):
+    if facts["op_histogram"] != op_histogram(baseline.path) or weight_counts(model.path) != weight_counts(baseline.path):
         return ""
     return f"the model has the baseline's operators{', and on the rows tried its outputs to the last bit' if identical else ''}"
 
@@ -285,6 +285,27 @@ def op_histogram(path: Path) -> dict[str, int]:
     for function in proto.functions:
         visit(iter(function.node))
     return dict(sorted(counts.items()))
+
+
+def weight_counts(path: Path) -> dict[int, int]:
+    """Numbers among a model's weights, those in subgraphs included, by their type (as in `onnx.TensorProto`): fewer where channels were pruned."""
+    import onnx
+
+    proto = onnx.load(str(path), load_external_data=False)
+    counts: Counter[int] = Counter()
+
+    def visit(graph: onnx.GraphProto) -> None:
+        for tensor in graph.initializer:
+            counts[tensor.data_type] += math.prod(tensor.dims)
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.HasField("t"):
+                    counts[attribute.t.data_type] += math.prod(attribute.t.dims)
+                for inner in [attribute.g, *attribute.graphs]:
+                    visit(inner)
+
+    visit(proto.graph)
+    return dict(counts)
 
 
 def _checker_message(path: Path) -> str:

@@ -363,6 +363,32 @@ def test_a_chain_that_added_an_operator_did_something(digits: Digits, tmp_path: 
     assert check(digits, linear(digits, tmp_path / "m", more), linear(digits, tmp_path / "base"), tmp_path)["no_op"] == ""
 
 
+def through_a_hidden_layer(digits: Digits, width: int) -> Change:
+    """Put a layer of so many units before the classifier; with the same seed, so that a narrower one is a pruned one."""
+
+    def apply(proto: onnx.ModelProto) -> None:
+        inner = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)[:, :width]
+        weights = [inner, np.linalg.pinv(inner) @ digits.weight]
+        nodes = [helper.make_node("MatMul", ["x", "w0"], ["h"]), helper.make_node("MatMul", ["h", "w1"], ["product"]), proto.graph.node[1]]
+        kept = [numpy_helper.from_array(w.astype(np.float32), f"w{i}") for i, w in enumerate(weights)] + [proto.graph.initializer[1]]
+        graph = helper.make_graph(nodes, "hidden", list(proto.graph.input), list(proto.graph.output), kept)
+        proto.graph.CopyFrom(graph)
+
+    return apply
+
+
+@pytest.mark.parametrize(("width", "said"), [(32, "the model's bytes are the baseline's"), (24, "")])
+def test_a_chain_that_took_out_channels_did_something_though_the_operators_are_the_same(
+    digits: Digits, tmp_path: Path, width: int, said: str
+) -> None:
+    base = linear(digits, tmp_path / "base", through_a_hidden_layer(digits, 32))
+
+    found = check(digits, linear(digits, tmp_path / "m", through_a_hidden_layer(digits, width)), base, tmp_path)
+
+    assert found["op_histogram"] == {"Add": 1, "MatMul": 2}
+    assert found["no_op"] == said
+
+
 # accuracy -------------------------------------------------------------------------------------------------------------------
 
 
